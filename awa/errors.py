@@ -1,0 +1,129 @@
+"""The whole exception tree of awa, on one page.
+
+    AwaError
+      ConfigError (ValueError)       a setting or declaration cannot work
+      ValidationError (ValueError)   a job's option or args cannot be stored
+      UnknownKind, DuplicateKind     no handler is registered for the kind; two are
+      JobNotFound (LookupError)      no job has that id
+      StaleAttempt                   the attempt was taken over
+      RuntimeGone                    this worker was taken for dead and rescued
+      SchemaNotMigrated, SchemaTooNew, StorageNotTrusted
+      DatabaseNotFound               there is no server to talk to
+      ShutdownTimeout                handlers outlived the grace period
+      TerminalError                  raised by a handler: fail now, without retry
+      DeadlineExceeded               raised in a handler whose time is up
+
+Facts are attributes; the message is a sentence with the values and the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class AwaError(Exception):
+    """Every error that awa raises on purpose."""
+
+
+class ConfigError(AwaError, ValueError):
+    """A setting or a declaration cannot work; raised before any SQL."""
+
+
+class ValidationError(AwaError, ValueError):
+    """A job's option or args cannot be stored; raised before any SQL.
+
+    Attributes:
+        path: Where the value stands, for example ``args.items[3].price`` or ``priority``.
+        value: The refused value, or the offending size.
+        limit: What would have been accepted, as text, number or ``None``.
+    """
+
+    def __init__(self, message: str, *, path: str, value: object = None, limit: object = None) -> None:
+        super().__init__(message)
+        self.path = path
+        self.value = value
+        self.limit = limit
+
+
+class UnknownKind(AwaError):
+    """No handler is registered for the kind."""
+
+    def __init__(self, message: str, *, kind: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class DuplicateKind(AwaError):
+    """Two handlers claim one kind."""
+
+    def __init__(self, message: str, *, kind: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class JobNotFound(AwaError, LookupError):
+    """No job has that id, or its history is gone."""
+
+    def __init__(self, message: str, *, job_id: int) -> None:
+        super().__init__(message)
+        self.job_id = job_id
+
+
+class StaleAttempt(AwaError):
+    """The attempt was taken over; whatever was about to be written is refused."""
+
+    def __init__(self, message: str, *, job_id: int, entry_id: int) -> None:
+        super().__init__(message)
+        self.job_id = job_id
+        self.entry_id = entry_id
+
+
+class RuntimeGone(AwaError):
+    """This worker was taken for dead and its attempts were rescued."""
+
+    def __init__(self, message: str, *, runtime: int) -> None:
+        super().__init__(message)
+        self.runtime = runtime
+
+
+class _SchemaMismatch(AwaError):
+    def __init__(self, message: str, *, expected: object, found: object) -> None:
+        super().__init__(message)
+        self.expected = expected
+        self.found = found
+
+
+class SchemaNotMigrated(_SchemaMismatch):
+    """The schema is missing or older than this awa needs; ``awa migrate`` mends it."""
+
+
+class SchemaTooNew(_SchemaMismatch):
+    """The schema is newer than this awa supports; upgrade the program."""
+
+
+class StorageNotTrusted(_SchemaMismatch):
+    """The rows come from another cluster, or a frontier lies beyond this one's transactions."""
+
+
+class DatabaseNotFound(AwaError):
+    """There is no database to talk to; the message names where it was looked for."""
+
+
+class ShutdownTimeout(AwaError):
+    """Handlers outlived the grace period.
+
+    Attributes:
+        job_ids: The jobs that were still running; they will be rescued.
+    """
+
+    def __init__(self, message: str, *, job_ids: Sequence[int]) -> None:
+        super().__init__(message)
+        self.job_ids = tuple(job_ids)
+
+
+class TerminalError(AwaError):
+    """Raised by a handler: fail this job now, without retry."""
+
+
+class DeadlineExceeded(AwaError):
+    """Raised in a handler whose time is up."""
