@@ -1,0 +1,125 @@
+"""The rules for a job's options, the same for a task's declaration and for an insert.
+
+Each ``check_…`` returns the value as it is stored or raises ValidationError with ``.path``, ``.value`` and ``.limit``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
+
+from awa.errors import ValidationError
+from awa.job import LONGEST_WAIT, as_seconds
+
+__all__ = [
+    "check_delay",
+    "check_kind",
+    "check_max_attempts",
+    "check_priority",
+    "check_queue",
+    "check_run_at",
+    "check_tags",
+    "check_text",
+    "check_timeout",
+]
+
+MAX_NAME = 200
+MAX_TAGS = 20
+FIRST_PRIORITY, LAST_PRIORITY = 1, 4
+MAX_ATTEMPTS = 1000
+FIRST_YEAR, LAST_YEAR = 1970, 9999
+
+
+def check_text(value: object, path: str, *, limit: int = MAX_NAME, can_be_empty: bool = False) -> str:
+    """*value* when it is text that PostgreSQL stores: at most *limit* characters, no NUL, no lone surrogate."""
+    if not isinstance(value, str):
+        raise _refused(f"{path} must be a str, got {type(value).__name__}", path, value, limit)
+    # The plain text: members of a StrEnum are welcome and stored as what they say.
+    text = str.__str__(value)
+    if not text and not can_be_empty:
+        raise _refused(f"{path} is empty: give it a name of 1 to {limit} characters", path, value, limit)
+    if len(text) > limit:
+        raise _refused(f"{path} has {len(text):,} characters, the limit is {limit}: shorten it", path, value, limit)
+    if "\0" in text:
+        raise _refused(f"{path} {text!a} contains NUL, which PostgreSQL cannot store", path, value, limit)
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise _refused(f"{path} {text!a} contains a lone surrogate, which is no text", path, value, limit)
+    return text
+
+
+def check_kind(value: object, path: str = "kind") -> str:
+    """A kind: text of 1 to 200 characters."""
+    return check_text(value, path)
+
+
+def check_queue(value: object, path: str = "queue") -> str:
+    """A queue's name: text of 1 to 200 characters."""
+    return check_text(value, path)
+
+
+def check_priority(value: object, path: str = "priority") -> int:
+    """A priority: 1, which runs first, to 4."""
+    return _check_int(value, path, FIRST_PRIORITY, LAST_PRIORITY, "1 runs first")
+
+
+def check_max_attempts(value: object, path: str = "max_attempts") -> int:
+    """How many attempts a job has: 1 to 1000."""
+    return _check_int(value, path, 1, MAX_ATTEMPTS, "1 means no retry")
+
+
+def check_tags(value: object, path: str = "tags") -> tuple[str, ...]:
+    """At most 20 tags of at most 200 characters each."""
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise _refused(f"{path} must be a list of str, got {type(value).__name__}", path, value, MAX_TAGS)
+    tags = tuple(value)
+    if len(tags) > MAX_TAGS:
+        raise _refused(f"{path} has {len(tags)} tags, the limit is {MAX_TAGS}", path, len(tags), MAX_TAGS)
+    return tuple(check_text(tag, f"{path}[{position}]") for position, tag in enumerate(tags))
+
+
+def check_run_at(value: object, path: str = "run_at") -> datetime:
+    """An aware datetime within the years 1970 to 9999, in UTC."""
+    limit = f"{FIRST_YEAR}-{LAST_YEAR}"
+    if not isinstance(value, datetime):
+        raise _refused(f"{path} must be a datetime, got {type(value).__name__}", path, value, limit)
+    if value.utcoffset() is None:
+        raise _refused(
+            f"{path} {value.isoformat()} is naive: say which time zone, for example with "
+            ".replace(tzinfo=datetime.UTC) or .astimezone()",
+            path,
+            value,
+            limit,
+        )
+    try:
+        instant = value.astimezone(UTC)
+    except OverflowError:
+        instant = None
+    if instant is None or not FIRST_YEAR <= instant.year <= LAST_YEAR:
+        raise _refused(f"{path} {value.isoformat()} is outside the years {limit}", path, value, limit)
+    return instant
+
+
+def check_delay(value: float | timedelta, path: str = "delay") -> float:
+    """Seconds to wait before a job is available: 0 to ten years."""
+    return as_seconds(value, path, limit=LONGEST_WAIT)
+
+
+def check_timeout(value: float | timedelta, path: str = "timeout") -> float:
+    """Seconds an attempt may take: 0, which means no limit, to ten years."""
+    return as_seconds(value, path, limit=LONGEST_WAIT)
+
+
+def _check_int(value: object, path: str, first: int, last: int, hint: str) -> int:
+    # bool is an int to Python, but True is not a priority.
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise _refused(
+            f"{path} must be an int from {first} to {last}, got {type(value).__name__}", path, value, (first, last)
+        )
+    if not first <= value <= last:
+        shown = value if abs(value) < 10**20 else "a number of many digits"
+        raise _refused(f"{path} must be from {first} to {last} ({hint}), got {shown}", path, value, (first, last))
+    return int(value)
+
+
+def _refused(message: str, path: str, value: object, limit: object) -> ValidationError:
+    return ValidationError(message, path=path, value=value, limit=limit)

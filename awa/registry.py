@@ -1,0 +1,294 @@
+"""Kind -> task: what ``client.task`` makes of a function, and where it is found again."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Generic, ParamSpec, Self, TypeVar
+
+from awa import job as jobs
+from awa._core import derive_kind
+from awa.args import Codec, FunctionCodec, codec_for, parameter_hints, signature_of
+from awa.errors import ConfigError, DuplicateKind, UnknownKind, ValidationError
+from awa.options import check_kind, check_max_attempts, check_priority, check_queue, check_timeout
+from awa.retry import ExceptionTypes, RetryPolicy, check_exception_types, check_policy
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskOptions:
+    """What a declaration says about its jobs, as :meth:`declare` checked it; None where it says nothing."""
+
+    queue: str | None = None
+    """Where its jobs wait unless an insert says otherwise."""
+    priority: int | None = None
+    """1, which runs first, to 4."""
+    max_attempts: int | None = None
+    """1 to 1000."""
+    timeout: float | None = None
+    """Seconds an attempt may take; 0 for no limit."""
+    retry: RetryPolicy | None = None
+    """Attempt -> delay after a failure."""
+    retry_on: ExceptionTypes | None = None
+    """When given, only these exceptions are retried."""
+    fail_on: ExceptionTypes | None = None
+    """These fail the job at once."""
+
+    @classmethod
+    def declare(
+        cls,
+        *,
+        queue: str | None = None,
+        priority: int | None = None,
+        max_attempts: int | None = None,
+        timeout: float | timedelta | None = None,
+        retry: RetryPolicy | None = None,
+        retry_on: type[BaseException] | Sequence[type[BaseException]] | None = None,
+        fail_on: type[BaseException] | Sequence[type[BaseException]] | None = None,
+    ) -> Self:
+        """The options as they are used: a ``timedelta`` as seconds, exceptions as a tuple.
+
+        Raises:
+            ConfigError: One of them cannot work; the message names it.
+        """
+        return cls(
+            queue=None if queue is None else _declared(check_queue, queue),
+            priority=None if priority is None else _declared(check_priority, priority),
+            max_attempts=None if max_attempts is None else _declared(check_max_attempts, max_attempts),
+            timeout=None if timeout is None else _declared(check_timeout, timeout),
+            retry=None if retry is None else check_policy(retry),
+            retry_on=None if retry_on is None else check_exception_types(retry_on, "retry_on"),
+            fail_on=None if fail_on is None else check_exception_types(fail_on, "fail_on"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BoundArgs:
+    """A call of a plain function's task, not made yet: what ``task.bind(...)`` gives and ``insert`` takes."""
+
+    task: Task[..., Any]
+    """Whose kind, options and codec the job has."""
+    args: dict[str, Any]
+    """The arguments by name, defaults applied."""
+
+    @property
+    def kind(self) -> str:
+        """The kind of the job."""
+        return self.task.kind
+
+    def dump(self, max_bytes: int) -> bytes:
+        """JSON text of the arguments; see :meth:`awa.args.Codec.dump`."""
+        return self.task.codec.dump(self.args, max_bytes)
+
+
+class Task(Generic[P, R]):
+    """A function that handles the jobs of a kind; still callable as itself.
+
+    Its only parameter is a job (``job: awa.Job[SendEmail]``) or its parameters are the args.
+
+    Args:
+        func: A plain function.
+        kind: Name of its jobs; else derived from the type of the args, or from the function's name.
+        aliases: Older kinds that it handles too.
+        options: What holds for its jobs unless an insert says otherwise.
+
+    Raises:
+        ConfigError: The function cannot be a handler, its args cannot be stored, or a kind cannot work.
+    """
+
+    kind: str
+    """Name of the jobs it handles and of those it makes."""
+    aliases: tuple[str, ...]
+    """Older kinds that it handles too."""
+    options: TaskOptions
+    """What the declaration says."""
+    codec: Codec
+    """For the args of its jobs; of a plain function, for keyword arguments."""
+    is_typed: bool
+    """Whether it takes the job, not the args."""
+    args_type: Any
+    """The declared type of the args; dict for a bare Job and for a plain function."""
+
+    def __init__(
+        self,
+        func: Callable[P, R],
+        *,
+        kind: str | None = None,
+        aliases: Iterable[str] = (),
+        options: TaskOptions | None = None,
+    ) -> None:
+        _check_handler(func)
+        functools.update_wrapper(self, func)
+        self.func = func
+        declared = _job_args_type(func)
+        self.is_typed = declared is not None
+        self.args_type = dict if declared is None else declared
+        self.codec = FunctionCodec(func) if declared is None else codec_for(declared)
+        if kind is None:
+            named = typing.get_origin(self.args_type) or self.args_type
+            kind = derive_kind(func if _is_untyped_mapping(named) else named)
+        self.kind = _declared(check_kind, kind)
+        if isinstance(aliases, str):
+            raise ConfigError(f"aliases must be a list of kinds, got the str {aliases!r}: write [{aliases!r}]")
+        self.aliases = tuple(_declared(lambda alias: check_kind(alias, "aliases"), alias) for alias in aliases)
+        self.options = options or TaskOptions()
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the function here and now; no job is made."""
+        return self.func(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<Task {self.kind!r}: {_where(self.func)}>"
+
+    def bind(self, *args: P.args, **kwargs: P.kwargs) -> BoundArgs:
+        """Args of this kind for ``insert``, given as in a call of the function.
+
+        Raises:
+            ValidationError: The call does not fit the function's signature.
+            ConfigError: The function takes a job: insert a value of the type of its args.
+        """
+        if not isinstance(self.codec, FunctionCodec):
+            raise ConfigError(
+                f"{_where(self.func)} takes a job: insert its args, of type {self.args_type!r}, themselves"
+            )
+        return BoundArgs(self, self.codec.bind(*args, **kwargs))
+
+
+class Registry:
+    """The tasks of a client by kind and by the type of their args.
+
+    Filled while modules are imported, read by workers afterwards; a dict's own operations are all the locking it needs.
+    """
+
+    def __init__(self) -> None:
+        self._by_kind: dict[str, Task[..., Any]] = {}
+        self._by_type: dict[Any, list[Task[..., Any]]] = {}
+
+    def add(self, task: Task[..., Any]) -> None:
+        """Register *task* under its kind and its aliases.
+
+        Raises:
+            DuplicateKind: One of them has a task already; nothing is registered then.
+        """
+        kinds = dict.fromkeys((task.kind, *task.aliases))
+        for kind in kinds:
+            other = self._by_kind.get(kind)
+            if other is not None:
+                raise DuplicateKind(
+                    f"kind {kind!r} is handled by {_where(other.func)} and by {_where(task.func)}: give one of them "
+                    "another kind=",
+                    kind=kind,
+                )
+        for kind in kinds:
+            self._by_kind[kind] = task
+        if task.is_typed and not _is_untyped_mapping(task.args_type):
+            self._by_type.setdefault(task.args_type, []).append(task)
+
+    def find(self, kind: str) -> Task[..., Any] | None:
+        """The task for *kind*, which may be an alias."""
+        return self._by_kind.get(kind)
+
+    def get(self, kind: str) -> Task[..., Any]:
+        """The task for *kind*, which may be an alias.
+
+        Raises:
+            UnknownKind: There is none.
+        """
+        try:
+            return self._by_kind[kind]
+        except KeyError:
+            known = ", ".join(sorted(self._by_kind)) or "none"
+            raise UnknownKind(f"no handler for kind {kind!r}; registered are: {known}", kind=kind) from None
+
+    def for_type(self, args_type: Any) -> Task[..., Any] | None:
+        """The task whose jobs have args of *args_type*.
+
+        Raises:
+            ConfigError: There are several: the insert must say which.
+        """
+        tasks = self._by_type.get(args_type, [])
+        if len(tasks) > 1:
+            raise ConfigError(
+                f"args of type {args_type!r} belong to the kinds {', '.join(task.kind for task in tasks)}: say which "
+                "with kind="
+            )
+        return tasks[0] if tasks else None
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Every kind that has a task, aliases included, sorted."""
+        return tuple(sorted(self._by_kind))
+
+
+def _check_handler(func: Any) -> None:
+    reason = None
+    if isinstance(func, (staticmethod, classmethod)):
+        reason = "is a method, and there is no object to call it on: move it out of the class"
+    elif isinstance(func, type):
+        reason = "is a class: decorate a function"
+    elif isinstance(func, Task):
+        reason = "is a task already"
+    elif not callable(func) or not hasattr(func, "__name__") or not hasattr(func, "__qualname__"):
+        reason = "is no function with a name: wrap it in one"
+    elif inspect.iscoroutinefunction(func) or inspect.isasyncgenfunction(func):
+        reason = (
+            "is a coroutine function, which a worker's thread cannot wait for: write it with def, or call asyncio.run"
+        )
+    elif inspect.isgeneratorfunction(func):
+        reason = "is a generator function: calling it runs nothing; make it return"
+    elif func.__name__ == "<lambda>":
+        reason = "is a lambda, which has no name to find it by in another process: write it with def"
+    elif inspect.ismethod(func) or _is_in_class_body(func):
+        reason = "is a method, and there is no object to call it on: move it out of the class"
+    if reason is not None:
+        raise ConfigError(f"{_where(func)} cannot be a task: it {reason}")
+
+
+def _is_in_class_body(func: Any) -> bool:
+    owner = func.__qualname__.rpartition(".")[0]
+    return bool(owner) and not owner.endswith("<locals>")
+
+
+def _job_args_type(func: Callable[..., Any]) -> Any:
+    """``T`` when *func* takes one ``Job[T]``, dict for a bare ``Job``, None when its parameters are the args."""
+    signature = signature_of(func)
+    hints = parameter_hints(func, signature)
+    takers = [name for name, hint in hints.items() if (typing.get_origin(hint) or hint) is jobs.Job]
+    if not takers:
+        return None
+    if len(signature.parameters) > 1:
+        raise ConfigError(
+            f"{_where(func)} cannot be a task: it takes a job ({takers[0]}) and other parameters; a handler takes "
+            "the job alone, whose .args hold the rest, or the args alone and uses awa.current_job()"
+        )
+    parameter = signature.parameters[takers[0]]
+    if parameter.kind not in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+        raise ConfigError(f"{_where(func)} cannot be a task: it must take its job as a positional parameter")
+    params = typing.get_args(hints[takers[0]])
+    if not params or params[0] is Any or isinstance(params[0], TypeVar):
+        return dict
+    return params[0]
+
+
+def _is_untyped_mapping(tp: Any) -> bool:
+    named = typing.get_origin(tp) or tp
+    return isinstance(named, type) and issubclass(named, typing.Mapping)
+
+
+def _where(func: Any) -> str:
+    return f"{getattr(func, '__module__', '?')}.{getattr(func, '__qualname__', repr(func))}"
+
+
+def _declared(check: Callable[[Any], T], value: object) -> T:
+    """*value* after *check*, whose complaint is about a declaration here, not about a job."""
+    try:
+        return check(value)
+    except ValidationError as error:
+        raise ConfigError(str(error)) from None
