@@ -1,0 +1,1121 @@
+CREATE SCHEMA awa;
+
+CREATE TYPE awa.lane_frontier AS (
+	lane smallint,
+	page_from pg_snapshot,
+	page_to pg_snapshot,
+	last_xid xid8,
+	last_entry bigint
+);
+
+CREATE FUNCTION awa.add_history(p_history json, p_attempt integer, p_outcome text, p_ended_at timestamp with time zone, p_elapsed_ms integer, p_runtime bigint, p_error json) RETURNS json
+    LANGUAGE plpgsql IMMUTABLE
+    AS $$
+BEGIN
+    RETURN (WITH entries AS (
+        SELECT e, n FROM json_array_elements(coalesce(p_history, '[]')) WITH ORDINALITY t(e, n)
+        UNION ALL
+        SELECT json_build_object('attempt', p_attempt, 'outcome', p_outcome, 'ended_at', p_ended_at,
+                                 'elapsed_ms', p_elapsed_ms, 'runtime', p_runtime, 'type', p_error->'type',
+                                 'text', p_error->'text', 'traceback', p_error->'traceback'), 1000
+    ), newest AS (
+        SELECT e, row_number() OVER (ORDER BY n DESC) AS age FROM entries
+    )
+    SELECT json_agg(CASE WHEN age <= 3 THEN e ELSE (e::jsonb - 'traceback')::json END ORDER BY age DESC)
+      FROM newest WHERE age <= 20);
+END $$;
+
+CREATE FUNCTION awa.channel() RETURNS text
+    LANGUAGE sql IMMUTABLE
+    AS $$ SELECT 'awa_' || left(md5('awa.bell'), 16) $$;
+
+CREATE FUNCTION awa.claim_v1(p_queue text, p_runtime bigint, p_kinds text[], p_limit integer, p_bell integer DEFAULT 0) RETURNS TABLE(flags integer, claim_id bigint, slot smallint, nonce integer, priority smallint, ids bigint[], entry_ids bigint[], attempts smallint[], max_attempts smallint[], kinds text[], lens integer[], args text, created_at timestamp with time zone[], details text[])
+    LANGUAGE plpgsql
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET jit TO 'off'
+    SET lock_timeout TO '20ms'
+    AS $_$
+#variable_conflict use_column
+DECLARE
+    c_bytes CONSTANT integer := 131072;
+    v_flags integer := 0;
+    v_started timestamptz := clock_timestamp();
+    v_now pg_snapshot;
+    v_frontier awa.lane_frontier[];
+    v_claimed_at timestamptz;
+    v_next awa.lane_frontier[];
+    v_lane smallint;
+    v_aside smallint;            -- the first priority that has jobs set aside which this worker can run
+    v_direct bigint;             -- the entry before those that were appended to be claimed at once
+    v_claim bigint;
+    v_nonce integer;
+    v_last record;
+    v_some boolean;
+    f awa.lane_frontier;
+    r record;
+    g record;
+    w_lane smallint[];           -- the walk: one element per range, in walk order
+    w_from pg_snapshot[];
+    w_to pg_snapshot[];
+    w_lo_xid xid8[];
+    w_lo_entry bigint[];
+    w_hi_xid xid8[];
+    w_hi_entry bigint[];
+BEGIN
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        RAISE EXCEPTION 'awa.claim needs READ COMMITTED: an older snapshot would read an old frontier'
+              USING ERRCODE = 'AWA02';
+    END IF;
+    IF pg_current_xact_id_if_assigned() IS NULL THEN     -- else the caller's own commit would be weakened
+        PERFORM set_config('synchronous_commit', 'off', true);
+    END IF;
+    IF p_bell = 1 THEN      -- arm, then look: whoever commits after this look saw the bell, or is found by a poll
+        FOR v_try IN 1..3 LOOP
+            IF pg_try_advisory_lock(hashtextextended('awa.bell:' || p_queue, 0)) THEN
+                v_flags := 1;
+                EXIT;
+            END IF;
+        END LOOP;
+    END IF;
+    IF NOT pg_try_advisory_xact_lock_shared(hashtextextended('awa.runtime:' || p_runtime, 0))
+       OR NOT pg_try_advisory_xact_lock(hashtextextended('awa.queue:' || p_queue, 0)) THEN
+        RETURN QUERY SELECT v_flags | 2, NULL::bigint, NULL::smallint, NULL::integer, NULL::smallint, NULL::bigint[],
+                            NULL::bigint[], NULL::smallint[], NULL::smallint[], NULL::text[], NULL::integer[],
+                            NULL::text, NULL::timestamptz[], NULL::text[];
+        RETURN;
+    END IF;
+    IF EXISTS (SELECT FROM awa.gone_runtimes t WHERE t.runtime = p_runtime) THEN
+        RAISE EXCEPTION 'runtime % is gone: its attempts were rescued', p_runtime USING ERRCODE = 'AWA01';
+    END IF;
+
+    <<rounds>>
+    FOR v_round IN 1..20 LOOP
+        SELECT u.frontier, u.claimed_at INTO v_frontier, v_claimed_at
+          FROM ((SELECT c.claim_id, c.frontier, c.claimed_at FROM awa.claims c
+                  WHERE c.queue = p_queue ORDER BY c.claim_id DESC LIMIT 1)
+                UNION ALL
+                SELECT t.claim_id, t.frontier, '-infinity' FROM awa.frontiers t WHERE t.queue = p_queue) u
+         ORDER BY u.claim_id DESC LIMIT 1;
+        v_frontier := coalesce(v_frontier, '{}');
+        v_claimed_at := coalesce(v_claimed_at, '-infinity');
+        v_now := awa.page_end();
+        IF v_direct IS NULL THEN
+            v_aside := NULL;
+            IF p_kinds IS NOT NULL AND EXISTS (SELECT FROM awa.waiting_jobs t
+                                                WHERE t.queue = p_queue AND t.waits_for = 'kind') THEN
+                SELECT p INTO v_aside FROM generate_series(1, 4) p
+                 WHERE EXISTS (SELECT FROM awa.waiting_jobs t WHERE t.queue = p_queue AND t.waits_for = 'kind'
+                                  AND t.wait_key = ANY (p_kinds) AND t.priority = p)
+                 ORDER BY p LIMIT 1;
+            END IF;
+        END IF;
+
+        w_lane := '{}'; w_from := '{}'; w_to := '{}';
+        w_lo_xid := '{}'; w_lo_entry := '{}'; w_hi_xid := '{}'; w_hi_entry := '{}';
+        IF v_direct IS NOT NULL THEN
+            -- what was appended just now, in the lane that nobody walks; as if this transaction had ended
+            w_lane := ARRAY[0::smallint];
+            w_from := ARRAY['1:1:'::pg_snapshot];
+            w_to := ARRAY[format('%1$s:%1$s:', pg_current_xact_id()::text::bigint + 1)::pg_snapshot];
+            w_lo_xid := ARRAY[pg_current_xact_id()];
+            w_lo_entry := ARRAY[v_direct];
+            w_hi_xid := ARRAY[pg_current_xact_id()];
+            w_hi_entry := ARRAY[9223372036854775807];
+        ELSE
+            FOR v_lane IN 2..9 LOOP
+                EXIT WHEN v_lane >= 2 * v_aside;
+                f := ROW(v_lane, '1:1:'::pg_snapshot, NULL, NULL, NULL)::awa.lane_frontier;
+                FOR v_n IN 1..cardinality(v_frontier) LOOP
+                    IF v_frontier[v_n].lane = v_lane THEN
+                        f := v_frontier[v_n];
+                    END IF;
+                END LOOP;
+                IF pg_snapshot_xmax(coalesce(f.page_to, f.page_from)) > pg_snapshot_xmax(v_now) THEN
+                    RAISE EXCEPTION 'the frontier of queue % lies beyond the transactions of this server', p_queue
+                          USING ERRCODE = 'AWA03',
+                                HINT = 'The rows come from another cluster. See: awa storage check.';
+                END IF;
+                IF f.page_to IS NOT NULL THEN
+                    IF pg_snapshot_xmin(f.page_to) = pg_snapshot_xmax(f.page_to)
+                       AND pg_snapshot_xmin(f.page_from) = pg_snapshot_xmax(f.page_from) THEN
+                        w_lane := w_lane || v_lane; w_from := w_from || f.page_from; w_to := w_to || f.page_to;
+                        w_lo_xid := w_lo_xid || f.last_xid; w_lo_entry := w_lo_entry || f.last_entry;
+                        w_hi_xid := w_hi_xid || pg_snapshot_xmax(f.page_to); w_hi_entry := w_hi_entry || -1::bigint;
+                    ELSE
+                        r := awa.page_ranges(f.page_from, f.page_to, f.last_xid, f.last_entry);
+                        w_lane := w_lane || array_fill(v_lane, ARRAY[cardinality(r.lo_xid)]);
+                        w_from := w_from || array_fill(f.page_from, ARRAY[cardinality(r.lo_xid)]);
+                        w_to := w_to || array_fill(f.page_to, ARRAY[cardinality(r.lo_xid)]);
+                        w_lo_xid := w_lo_xid || r.lo_xid; w_lo_entry := w_lo_entry || r.lo_entry;
+                        w_hi_xid := w_hi_xid || r.hi_xid; w_hi_entry := w_hi_entry || r.hi_entry;
+                    END IF;
+                    f.page_from := f.page_to;
+                END IF;
+                IF pg_snapshot_xmin(v_now) = pg_snapshot_xmax(v_now)
+                   AND pg_snapshot_xmin(f.page_from) = pg_snapshot_xmax(f.page_from) THEN
+                    w_lane := w_lane || v_lane; w_from := w_from || f.page_from; w_to := w_to || v_now;
+                    w_lo_xid := w_lo_xid || pg_snapshot_xmax(f.page_from); w_lo_entry := w_lo_entry || -1::bigint;
+                    w_hi_xid := w_hi_xid || pg_snapshot_xmax(v_now); w_hi_entry := w_hi_entry || -1::bigint;
+                ELSE
+                    r := awa.page_ranges(f.page_from, v_now, '0', 0);
+                    w_lane := w_lane || array_fill(v_lane, ARRAY[cardinality(r.lo_xid)]);
+                    w_from := w_from || array_fill(f.page_from, ARRAY[cardinality(r.lo_xid)]);
+                    w_to := w_to || array_fill(v_now, ARRAY[cardinality(r.lo_xid)]);
+                    w_lo_xid := w_lo_xid || r.lo_xid; w_lo_entry := w_lo_entry || r.lo_entry;
+                    w_hi_xid := w_hi_xid || r.hi_xid; w_hi_entry := w_hi_entry || r.hi_entry;
+                END IF;
+            END LOOP;
+        END IF;
+
+        v_last := NULL;
+        v_some := false;
+        FOR g IN
+            -- The order of the walk is that of the ranges, and within a range that of the index: a nested loop whose
+            -- outer side is the function scan, stopped by the limit. tests/storage/test_plans.py looks.
+            WITH sized AS MATERIALIZED (
+                SELECT w.n, j.*, row_number() OVER () AS ord,
+                       sum(octet_length(j.args)) OVER (ROWS UNBOUNDED PRECEDING) AS bytes
+                  FROM (SELECT w.n, e.*
+                          FROM unnest(w_lane, w_to, w_lo_xid, w_lo_entry, w_hi_xid, w_hi_entry) WITH ORDINALITY
+                               AS w(lane, page_to, lo_xid, lo_entry, hi_xid, hi_entry, n)
+                         CROSS JOIN LATERAL (
+                               SELECT j.slot, j.lane, j.xid, j.entry_id, j.id, j.kind, j.attempt, j.max_attempts,
+                                      j.args::text AS args, coalesce(j.created_at, j.available_at) AS created_at,
+                                      CASE WHEN j.tags IS NOT NULL OR j.metadata IS NOT NULL OR j.timeout_ms IS NOT NULL
+                                           THEN json_build_object('tags', j.tags, 'metadata', j.metadata,
+                                                                  'timeout_ms', j.timeout_ms)::text END AS details
+                                 FROM awa.jobs j
+                                WHERE j.queue = p_queue AND j.lane = w.lane
+                                  AND (j.xid, j.entry_id) > (w.lo_xid, w.lo_entry)
+                                  AND (j.xid, j.entry_id) < (w.hi_xid, w.hi_entry)
+                                  AND pg_visible_in_snapshot(j.xid, w.page_to)
+                                ORDER BY j.xid, j.entry_id
+                                LIMIT p_limit) e
+                         LIMIT p_limit) w
+                 CROSS JOIN LATERAL (SELECT w.slot, w.lane, w.xid, w.entry_id, w.id, w.kind, w.attempt,
+                                            w.max_attempts, w.args, w.created_at, w.details) j
+            ), kept AS (
+                SELECT s.*,
+                       p_kinds IS NULL OR s.kind = ANY (p_kinds) AS known,
+                       s.entry_id = ANY (gone.entries) AS ended
+                  FROM sized s
+                 CROSS JOIN LATERAL (SELECT (SELECT awa.ended_among(array_agg(t.slot), array_agg(t.entry_id))
+                                               FROM sized t) AS entries) gone
+                 WHERE s.ord = 1 OR s.bytes <= c_bytes OR v_direct IS NOT NULL
+            ), last AS (
+                SELECT k.ord, k.n, k.lane, k.xid, k.entry_id FROM kept k ORDER BY k.ord DESC LIMIT 1
+            ), batches AS (
+                SELECT k.slot, k.lane, array_agg(k.entry_id) AS entry_ids, array_agg(k.xid) AS xids,
+                       array_agg(k.id) AS ids, array_agg(k.attempt) AS attempts, array_agg(k.max_attempts) AS max_attempts,
+                       array_agg(k.kind) AS kinds, array_agg(k.created_at) AS created_at,
+                       array_agg(k.details) AS details, count(k.details) AS n_details,
+                       max(k.attempt) AS top_attempt, min(k.max_attempts) AS lo_max, max(k.max_attempts) AS hi_max,
+                       string_agg(k.args, '') FILTER (WHERE k.bytes <= c_bytes) AS args,
+                       array_agg(CASE WHEN k.bytes <= c_bytes THEN octet_length(k.args) END) AS lens
+                  FROM kept k
+                 WHERE k.known AND NOT k.ended
+                 GROUP BY k.slot, k.lane
+            ), aliens AS (
+                SELECT array_agg(k.slot) AS slots, array_agg(k.lane) AS lanes, array_agg(k.xid) AS xids,
+                       array_agg(k.entry_id) AS entries
+                  FROM kept k
+                 WHERE NOT k.known AND NOT k.ended
+            )
+            SELECT l.ord, l.n, l.lane AS last_lane, l.xid AS last_xid, l.entry_id AS last_entry,
+                   (SELECT count(*) FROM sized) AS picked, (SELECT array_agg(DISTINCT k.lane) FROM kept k) AS lanes,
+                   a.slots AS alien_slots, a.lanes AS alien_lanes, a.xids AS alien_xids, a.entries AS alien_entries,
+                   b.*
+              FROM last l CROSS JOIN aliens a LEFT JOIN batches b ON true
+        LOOP
+            IF v_last IS NULL THEN
+                v_last := g;
+                v_next := '{}';
+                IF v_direct IS NOT NULL THEN
+                    v_next := v_frontier;
+                ELSE
+                    FOR v_lane IN 2..9 LOOP
+                        f := NULL;
+                        FOR v_n IN 1..cardinality(v_frontier) LOOP
+                            IF v_frontier[v_n].lane = v_lane THEN
+                                f := v_frontier[v_n];
+                            END IF;
+                        END LOOP;
+                        -- cut short in last_lane: the lanes before it are exhausted, those behind it not walked
+                        IF (g.picked >= p_limit OR g.picked > g.ord) AND v_lane >= g.last_lane THEN
+                            IF v_lane = g.last_lane THEN
+                                f := ROW(v_lane, w_from[g.n], w_to[g.n], g.last_xid, g.last_entry)::awa.lane_frontier;
+                            END IF;
+                        ELSIF v_lane = ANY (g.lanes) OR (f.lane IS NOT NULL AND v_lane < coalesce(2 * v_aside, 10)) THEN
+                            f := ROW(v_lane, v_now, NULL, NULL, NULL)::awa.lane_frontier;
+                        END IF;
+                        IF f.lane IS NOT NULL THEN
+                            v_next := v_next || f;
+                        END IF;
+                    END LOOP;
+                END IF;
+            END IF;
+            EXIT WHEN g.slot IS NULL;
+            v_some := true;
+            v_claim := nextval('awa.claim_id_seq');
+            v_nonce := (random() * 2147483647)::integer;
+            INSERT INTO awa.claims (claim_id, runtime, nonce, slot, lane, queue, frontier, entry_ids, xids)
+            VALUES (v_claim, p_runtime, v_nonce, g.slot, g.lane, p_queue, v_next, g.entry_ids, g.xids);
+            RETURN QUERY SELECT 0, v_claim, g.slot, v_nonce,
+                (CASE WHEN g.lane = 0 THEN v_aside ELSE g.lane / 2 END)::smallint, g.ids,
+                CASE WHEN g.entry_ids <> g.ids THEN g.entry_ids END, CASE WHEN g.top_attempt > 1 THEN g.attempts END,
+                CASE WHEN g.lo_max <> 25 OR g.hi_max <> 25 THEN g.max_attempts END, g.kinds, g.lens, g.args,
+                g.created_at, CASE WHEN g.n_details > 0 THEN g.details END;
+        END LOOP;
+
+        IF v_last IS NULL THEN
+            IF v_direct IS NULL AND v_aside IS NOT NULL THEN
+                WITH due AS MATERIALIZED (
+                    SELECT t.id
+                      FROM (SELECT d.id FROM unnest(p_kinds) k CROSS JOIN LATERAL (
+                                   SELECT t.id, t.seq FROM awa.waiting_jobs t
+                                    WHERE t.queue = p_queue AND t.waits_for = 'kind' AND t.wait_key = k
+                                      AND t.priority = v_aside
+                                    ORDER BY t.seq LIMIT p_limit) d
+                             ORDER BY d.seq LIMIT p_limit) d
+                      JOIN awa.waiting_jobs t ON t.id = d.id
+                       FOR UPDATE OF t SKIP LOCKED
+                ), taken AS (
+                    DELETE FROM awa.waiting_jobs t USING due WHERE t.id = due.id RETURNING t.*
+                ), appended AS (
+                    INSERT INTO awa.jobs (id, created_at, lane, priority, attempt, max_attempts, timeout_ms, queue, kind,
+                                          args, metadata, tags, concurrency_key, ordering_key, unique_key, expires_at,
+                                          follow_ups, history)
+                    SELECT t.id, t.created_at, 0, t.priority, t.attempt, t.max_attempts, t.timeout_ms, t.queue, t.kind,
+                           t.args, t.metadata, t.tags, t.concurrency_key, t.ordering_key, t.unique_key, t.expires_at,
+                           t.follow_ups, t.history
+                      FROM (SELECT * FROM taken ORDER BY seq) t
+                    RETURNING entry_id
+                )
+                SELECT min(entry_id) - 1 INTO v_direct FROM appended;
+                CONTINUE rounds WHEN v_direct IS NOT NULL;
+                v_flags := v_flags | 4;      -- somebody else holds their rows for a moment
+            ELSIF v_direct IS NULL AND v_claimed_at < clock_timestamp() - interval '1 s'
+                  AND (cardinality(w_lane) > 32 OR clock_timestamp() - v_started > interval '2 ms') THEN
+                -- an empty walk that was not cheap (late transactions, rolled-back or ended rows): do not repeat it
+                v_next := '{}';
+                FOR v_lane IN 2..9 LOOP
+                    v_next := v_next || ROW(v_lane, v_now, NULL, NULL, NULL)::awa.lane_frontier;
+                END LOOP;
+                INSERT INTO awa.claims (claim_id, runtime, nonce, slot, lane, queue, frontier, entry_ids, xids)
+                VALUES (nextval('awa.claim_id_seq'), p_runtime, 0, pg_sequence_last_value('awa.ring_seq'), 0, p_queue,
+                        v_next, '{}', '{}');
+            END IF;
+            EXIT rounds;
+        END IF;
+        IF v_last.alien_entries IS NOT NULL THEN
+            v_claim := nextval('awa.claim_id_seq');
+            WITH alien AS MATERIALIZED (
+                SELECT a.n, j.*
+                  FROM unnest(v_last.alien_slots, v_last.alien_lanes, v_last.alien_xids, v_last.alien_entries)
+                       WITH ORDINALITY AS a(slot, lane, xid, entry_id, n)
+                  JOIN awa.jobs j ON j.slot = a.slot AND j.queue = p_queue AND j.lane = a.lane AND j.xid = a.xid
+                                 AND j.entry_id = a.entry_id
+                 ORDER BY a.n
+            ), ended AS (
+                INSERT INTO awa.attempt_ends (entry_id, claim_id, id, slot, outcome)
+                SELECT a.entry_id, v_claim, a.id, a.slot, 'set_aside' FROM alien a
+            )
+            INSERT INTO awa.waiting_jobs (id, created_at, priority, attempt, max_attempts, timeout_ms, state, waits_for,
+                                          wait_key, queue, kind, args, metadata, tags, concurrency_key, ordering_key,
+                                          unique_key, expires_at, follow_ups, history)
+            SELECT a.id, coalesce(a.created_at, a.available_at), a.priority, a.attempt, a.max_attempts, a.timeout_ms,
+                   'available', 'kind', a.kind, a.queue, a.kind, a.args, a.metadata, a.tags, a.concurrency_key,
+                   a.ordering_key, a.unique_key, a.expires_at, a.follow_ups, a.history
+              FROM alien a ORDER BY a.n;
+        END IF;
+        EXIT rounds WHEN v_some;
+        -- Only ended or set-aside entries: remember how far the walk came, or live ones behind them stay hidden.
+        INSERT INTO awa.claims (claim_id, runtime, nonce, slot, lane, queue, frontier, entry_ids, xids)
+        VALUES (nextval('awa.claim_id_seq'), p_runtime, 0, pg_sequence_last_value('awa.ring_seq'), 0, p_queue, v_next,
+                '{}', '{}');
+        IF v_round = 20 THEN
+            v_flags := v_flags | 4;
+        END IF;
+    END LOOP;
+    RETURN QUERY SELECT v_flags, NULL::bigint, NULL::smallint, NULL::integer, NULL::smallint, NULL::bigint[],
+                        NULL::bigint[], NULL::smallint[], NULL::smallint[], NULL::text[], NULL::integer[],
+                        NULL::text, NULL::timestamptz[], NULL::text[];
+END $_$;
+
+CREATE FUNCTION awa.complete_v1(p_runtime bigint, p_claim bigint, p_slot smallint, p_nonce integer, p_idx smallint, p_elapsed integer) RETURNS bigint
+    LANGUAGE plpgsql
+    SET enable_seqscan TO 'off'
+    SET jit TO 'off'
+    AS $_$
+DECLARE
+    v_entry bigint;
+BEGIN
+    IF p_slot NOT BETWEEN 0 AND 7 THEN
+        RAISE EXCEPTION 'slot % does not exist', p_slot USING ERRCODE = '22023';
+    END IF;
+    EXECUTE format(
+        'INSERT INTO awa.attempt_ends_%1$s (entry_id, claim_id, id, slot, outcome, elapsed_ms)
+         SELECT j.entry_id, c.claim_id, j.id, %1$s, ''completed'', $5
+           FROM awa.claims_%1$s c
+           JOIN awa.jobs_%1$s j ON j.queue = c.queue AND j.lane = c.lane AND j.xid = c.xids[$4]
+                               AND j.entry_id = c.entry_ids[$4]
+          WHERE c.runtime = $1 AND c.claim_id = $2 AND c.nonce = $3
+         RETURNING entry_id', p_slot)
+       INTO v_entry USING p_runtime, p_claim, p_nonce, p_idx, p_elapsed;
+    IF v_entry IS NULL THEN
+        RAISE EXCEPTION 'this attempt is not open: claim % of runtime % is unknown', p_claim, p_runtime
+              USING ERRCODE = 'AWA04';
+    END IF;
+    RETURN v_entry;
+END $_$;
+
+CREATE FUNCTION awa.end_attempts(p_runtime bigint, p_flush bigint, p_claims bigint[], p_slots smallint[], p_nonces integer[], p_idx smallint[], p_outcomes text[], p_delays double precision[], p_elapsed integer[], p_errors text[]) RETURNS integer[]
+    LANGUAGE plpgsql
+    AS $$
+DECLARE
+    v_done integer[];
+    v_bells text[];
+BEGIN
+    WITH member AS MATERIALIZED (
+        SELECT o.n::integer AS n, c.slot, c.queue, c.lane, c.claim_id, o.outcome, o.delay, o.elapsed, o.error,
+               c.entry_ids[o.idx] AS entry_id, c.xids[o.idx] AS xid
+          FROM unnest(p_claims, p_slots, p_nonces, p_idx, p_outcomes, p_delays, p_elapsed, p_errors::json[])
+               WITH ORDINALITY AS o(claim_id, slot, nonce, idx, outcome, delay, elapsed, error, n)
+          JOIN awa.claims c ON c.slot = o.slot AND c.runtime = p_runtime AND c.claim_id = o.claim_id
+         WHERE (o.nonce IS NULL OR c.nonce = o.nonce) AND o.idx BETWEEN 1 AND cardinality(c.entry_ids)
+           AND NOT EXISTS (SELECT FROM awa.completions x
+                            WHERE x.slot = o.slot AND x.claim_id = o.claim_id AND o.idx = ANY (x.idx))
+    ), body AS MATERIALIZED (
+        SELECT m.n, m.claim_id, m.elapsed, m.error, greatest(m.delay, 0) AS delay, clock_timestamp() AS at,
+               -- the limit of attempts is kept here too, whoever asks
+               CASE WHEN m.outcome IN ('retried', 'rescued') AND j.attempt >= j.max_attempts THEN 'failed'
+                    ELSE m.outcome END AS outcome,
+               m.outcome AS asked, j.*
+          FROM member m
+          JOIN awa.jobs j ON j.slot = m.slot AND j.queue = m.queue AND j.lane = m.lane AND j.xid = m.xid
+                         AND j.entry_id = m.entry_id
+    ), ended AS (
+        INSERT INTO awa.attempt_ends (entry_id, claim_id, flush, id, slot, outcome, ended_at, elapsed_ms, error)
+        SELECT b.entry_id, b.claim_id, p_flush, b.id, b.slot, b.outcome, b.at, b.elapsed, b.error
+          FROM body b ORDER BY b.slot, b.entry_id
+            ON CONFLICT DO NOTHING
+        RETURNING slot, entry_id
+    ), done AS MATERIALIZED (
+        SELECT b.*, CASE WHEN b.outcome IN ('retried', 'rescued') THEN b.attempt + 1 ELSE b.attempt END AS next_attempt,
+               CASE WHEN b.outcome IN ('retried', 'rescued', 'failed', 'cancelled')
+                    THEN awa.add_history(b.history, b.attempt, b.asked, b.at, b.elapsed, p_runtime, b.error)
+                    ELSE b.history END AS next_history,
+               CASE WHEN b.outcome IN ('released', 'rescued') THEN 'express'
+                    WHEN b.outcome IN ('retried', 'snoozed') AND b.delay = 0 THEN 'main'
+                    WHEN b.outcome IN ('retried', 'snoozed') THEN 'waiting'
+                    WHEN b.outcome IN ('failed', 'cancelled') THEN 'ended' END AS goes
+          FROM body b JOIN ended USING (slot, entry_id)
+    ), appended AS (
+        INSERT INTO awa.jobs (id, created_at, lane, priority, attempt, max_attempts, timeout_ms, queue, kind, args,
+                              metadata, tags, concurrency_key, ordering_key, unique_key, expires_at, follow_ups, history)
+        SELECT d.id, coalesce(d.created_at, d.available_at), 2 * d.priority + (d.goes = 'main')::integer, d.priority,
+               d.next_attempt, d.max_attempts, d.timeout_ms, d.queue, d.kind, d.args, d.metadata, d.tags,
+               d.concurrency_key, d.ordering_key, d.unique_key, d.expires_at, d.follow_ups, d.next_history
+          FROM (SELECT * FROM done WHERE goes IN ('express', 'main') ORDER BY n) d
+    ), waiting AS (
+        INSERT INTO awa.waiting_jobs (id, created_at, run_at, state, priority, attempt, max_attempts, timeout_ms, queue,
+                                      kind, args, metadata, tags, concurrency_key, ordering_key, unique_key, expires_at,
+                                      follow_ups, history)
+        SELECT d.id, coalesce(d.created_at, d.available_at), d.at + d.delay * interval '1 s',
+               CASE d.outcome WHEN 'retried' THEN 'retryable' ELSE 'scheduled' END, d.priority, d.next_attempt,
+               d.max_attempts, d.timeout_ms, d.queue, d.kind, d.args, d.metadata, d.tags, d.concurrency_key,
+               d.ordering_key, d.unique_key, d.expires_at, d.follow_ups, d.next_history
+          FROM done d WHERE d.goes = 'waiting'
+    ), final AS (
+        INSERT INTO awa.ended_jobs (id, created_at, ended_at, state, priority, attempt, max_attempts, timeout_ms, queue,
+                                    kind, args, metadata, tags, concurrency_key, ordering_key, unique_key, follow_ups,
+                                    history)
+        SELECT d.id, coalesce(d.created_at, d.available_at), d.at, d.outcome, d.priority, d.attempt, d.max_attempts,
+               d.timeout_ms, d.queue, d.kind, d.args, d.metadata, d.tags, d.concurrency_key, d.ordering_key,
+               d.unique_key, d.follow_ups, d.next_history
+          FROM done d WHERE d.goes = 'ended'
+    )
+    SELECT coalesce(array_agg(d.n), '{}'),
+           array_agg(DISTINCT d.queue) FILTER (WHERE d.goes IN ('express', 'main'))
+           || CASE WHEN bool_or(d.goes = 'waiting' AND d.delay < 1.5) THEN '{""}'::text[] END
+      INTO v_done, v_bells
+      FROM done d;
+    IF v_bells IS NOT NULL THEN
+        PERFORM awa.ring(v_bells);
+    END IF;
+    RETURN v_done;
+END $$;
+
+CREATE FUNCTION awa.ended_among(p_slots smallint[], p_entries bigint[]) RETURNS bigint[]
+    LANGUAGE plpgsql STABLE
+    AS $$
+BEGIN
+    IF NOT EXISTS (SELECT FROM awa.attempt_ends t WHERE t.claim_id IS NULL) THEN
+        RETURN '{}';
+    END IF;
+    RETURN ARRAY(SELECT t.entry_id FROM unnest(p_slots, p_entries) AS e(slot, entry_id)
+                   JOIN awa.attempt_ends t ON t.slot = e.slot AND t.entry_id = e.entry_id);
+END $$;
+
+CREATE FUNCTION awa.fence_v1(p_runtime bigint, p_silent double precision) RETURNS boolean
+    LANGUAGE plpgsql
+    AS $$
+BEGIN
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        RAISE EXCEPTION 'awa.fence needs READ COMMITTED' USING ERRCODE = 'AWA02';
+    END IF;
+    IF NOT pg_try_advisory_xact_lock(hashtextextended('awa.runtime:' || p_runtime, 0)) THEN
+        RETURN false;
+    END IF;
+    INSERT INTO awa.gone_runtimes (runtime)
+    SELECT r.id FROM awa.runtime_instances r
+     WHERE r.id = p_runtime AND r.last_seen_at < clock_timestamp() - p_silent * interval '1 s'
+        ON CONFLICT DO NOTHING;
+    RETURN EXISTS (SELECT FROM awa.gone_runtimes t WHERE t.runtime = p_runtime);
+END $$;
+
+CREATE FUNCTION awa.fetch_args_v1(p_runtime bigint, p_claim bigint, p_slot smallint, p_idx smallint[]) RETURNS TABLE(idx smallint, args text)
+    LANGUAGE sql STABLE
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET jit TO 'off'
+    AS $$
+    SELECT i, j.args::text
+      FROM awa.claims c
+     CROSS JOIN unnest(p_idx) i
+      JOIN awa.jobs j ON j.slot = c.slot AND j.queue = c.queue AND j.lane = c.lane
+                     AND j.xid = c.xids[i] AND j.entry_id = c.entry_ids[i]
+     WHERE c.slot = p_slot AND c.runtime = p_runtime AND c.claim_id = p_claim
+$$;
+
+CREATE FUNCTION awa.find_job_v1(p_id bigint) RETURNS TABLE(id bigint, queue text, kind text, state text, priority smallint, attempt smallint, max_attempts smallint, args json, metadata json, tags text[], created_at timestamp with time zone, run_at timestamp with time zone, ended_at timestamp with time zone, waits_for text, history json)
+    LANGUAGE plpgsql STABLE
+    SET enable_seqscan TO 'off'
+    SET jit TO 'off'
+    AS $$
+#variable_conflict use_column
+DECLARE
+    j awa.jobs;
+    v_state text;
+    v_ended_at timestamptz;
+    r record;
+BEGIN
+    RETURN QUERY
+        SELECT w.id, w.queue, w.kind, w.state, w.priority, w.attempt, w.max_attempts, w.args, w.metadata, w.tags,
+               w.created_at, w.run_at, NULL::timestamptz, w.waits_for, w.history
+          FROM awa.waiting_jobs w WHERE w.id = p_id
+        UNION ALL
+        SELECT e.id, e.queue, e.kind, e.state, e.priority, e.attempt, e.max_attempts, e.args, e.metadata, e.tags,
+               e.created_at, NULL, e.ended_at, NULL, e.history
+          FROM awa.ended_jobs e WHERE e.id = p_id;
+    IF FOUND THEN
+        RETURN;
+    END IF;
+    SELECT * INTO j FROM awa.jobs t WHERE t.id = p_id ORDER BY t.entry_id DESC LIMIT 1;
+    IF NOT FOUND THEN
+        RETURN;
+    END IF;
+    SELECT e.outcome, e.ended_at INTO v_state, v_ended_at FROM awa.attempt_ends e
+     WHERE e.slot = j.slot AND e.entry_id = j.entry_id;
+    IF NOT FOUND THEN
+        v_state := 'available';
+        SELECT c.claim_id, array_position(c.entry_ids, j.entry_id)::smallint AS idx INTO r FROM awa.claims c
+         WHERE c.slot = j.slot AND c.queue = j.queue AND c.lane = j.lane AND j.entry_id = ANY (c.entry_ids)
+         LIMIT 1;
+        IF FOUND THEN
+            v_state := 'running';
+            SELECT 'completed', x.completed_at INTO v_state, v_ended_at FROM awa.completions x
+             WHERE x.slot = j.slot AND x.claim_id = r.claim_id AND r.idx = ANY (x.idx);
+            v_state := coalesce(v_state, 'running');
+        END IF;
+    END IF;
+    RETURN QUERY SELECT j.id, j.queue, j.kind, v_state, j.priority, j.attempt, j.max_attempts, j.args, j.metadata,
+                        j.tags, coalesce(j.created_at, j.available_at), NULL::timestamptz, v_ended_at, NULL::text,
+                        j.history;
+END $$;
+
+CREATE FUNCTION awa.page_end() RETURNS pg_snapshot
+    LANGUAGE plpgsql
+    AS $$
+DECLARE
+    v_now pg_snapshot := pg_current_snapshot();
+    v_own xid8 := pg_current_xact_id_if_assigned();
+BEGIN
+    IF v_own IS NULL OR NOT pg_visible_in_snapshot(v_own, v_now) THEN
+        RETURN v_now;
+    END IF;
+    RETURN format('%s:%s:%s', least(pg_snapshot_xmin(v_now), v_own), pg_snapshot_xmax(v_now),
+                  array_to_string(ARRAY(SELECT x FROM (SELECT pg_snapshot_xip(v_now) UNION ALL SELECT v_own) t(x)
+                                         ORDER BY x), ','))::pg_snapshot;
+END $$;
+
+CREATE FUNCTION awa.page_ranges(p_from pg_snapshot, p_to pg_snapshot, p_xid xid8, p_entry bigint, OUT lo_xid xid8[], OUT lo_entry bigint[], OUT hi_xid xid8[], OUT hi_entry bigint[]) RETURNS record
+    LANGUAGE plpgsql IMMUTABLE
+    AS $$
+#variable_conflict use_column
+BEGIN
+    WITH cuts AS (
+        SELECT x
+          FROM pg_snapshot_xip(p_to) x
+         WHERE x >= pg_snapshot_xmax(p_from)
+         ORDER BY x
+         LIMIT 4
+    ), gaps AS (
+        SELECT x AS lo_xid, entry AS lo_entry, lead(x, 1, pg_snapshot_xmax(p_to)) OVER (ORDER BY x, entry) AS hi_xid
+          FROM (SELECT pg_snapshot_xmax(p_from), -1::bigint
+                UNION ALL
+                SELECT x, 9223372036854775807 FROM cuts) t(x, entry)
+    ), ranges AS (
+        SELECT x AS lo_xid, -1::bigint AS lo_entry, x AS hi_xid, 9223372036854775807 AS hi_entry
+          FROM pg_snapshot_xip(p_from) x
+         WHERE pg_visible_in_snapshot(x, p_to)
+        UNION ALL
+        SELECT g.lo_xid, g.lo_entry, g.hi_xid, -1 FROM gaps g
+    ), clipped AS (
+        SELECT CASE WHEN (r.lo_xid, r.lo_entry) < (p_xid, p_entry) THEN p_xid ELSE r.lo_xid END AS lo_xid,
+               CASE WHEN (r.lo_xid, r.lo_entry) < (p_xid, p_entry) THEN p_entry ELSE r.lo_entry END AS lo_entry,
+               r.hi_xid, r.hi_entry
+          FROM ranges r
+         WHERE (r.hi_xid, r.hi_entry) > (p_xid, p_entry) AND (r.lo_xid, r.lo_entry) < (r.hi_xid, r.hi_entry)
+    )
+    SELECT array_agg(c.lo_xid ORDER BY c.lo_xid, c.lo_entry), array_agg(c.lo_entry ORDER BY c.lo_xid, c.lo_entry),
+           array_agg(c.hi_xid ORDER BY c.lo_xid, c.lo_entry), array_agg(c.hi_entry ORDER BY c.lo_xid, c.lo_entry)
+      INTO lo_xid, lo_entry, hi_xid, hi_entry
+      FROM clipped c;
+END $$;
+
+CREATE FUNCTION awa.promote_v1(p_floor timestamp with time zone, p_limit integer) RETURNS integer
+    LANGUAGE plpgsql
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET jit TO 'off'
+    AS $$
+DECLARE
+    v_count integer;
+    v_queues text[];
+BEGIN
+    WITH due AS MATERIALIZED (
+        SELECT w.id FROM awa.waiting_jobs w
+         WHERE w.waits_for = 'time' AND w.run_at > p_floor AND w.run_at <= clock_timestamp()
+         ORDER BY w.run_at LIMIT p_limit
+           FOR UPDATE SKIP LOCKED
+    ), taken AS (
+        DELETE FROM awa.waiting_jobs w USING due WHERE w.id = due.id RETURNING w.*
+    ), appended AS (
+        INSERT INTO awa.jobs (id, created_at, lane, priority, attempt, max_attempts, timeout_ms, queue, kind, args,
+                              metadata, tags, concurrency_key, ordering_key, unique_key, expires_at, follow_ups, history)
+        SELECT t.id, t.created_at, 2 * t.priority + 1, t.priority, t.attempt, t.max_attempts, t.timeout_ms, t.queue,
+               t.kind, t.args, t.metadata, t.tags, t.concurrency_key, t.ordering_key, t.unique_key, t.expires_at,
+               t.follow_ups, t.history
+          FROM (SELECT * FROM taken ORDER BY run_at, id) t
+    )
+    SELECT count(*), array_agg(DISTINCT t.queue) INTO v_count, v_queues FROM taken t;
+    IF v_count > 0 THEN
+        PERFORM awa.ring(v_queues);
+    END IF;
+    RETURN v_count;
+END $$;
+
+CREATE FUNCTION awa.rescue_v1(p_runtime bigint, p_limit integer, p_skip integer DEFAULT 0, OUT found integer, OUT ended integer, OUT blocked integer) RETURNS record
+    LANGUAGE plpgsql
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET jit TO 'off'
+    SET lock_timeout TO '20ms'
+    AS $$
+DECLARE
+    v_error text;
+    r record;
+BEGIN
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        RAISE EXCEPTION 'awa.rescue needs READ COMMITTED' USING ERRCODE = 'AWA02';
+    END IF;
+    IF NOT EXISTS (SELECT FROM awa.gone_runtimes t WHERE t.runtime = p_runtime) THEN
+        RAISE EXCEPTION 'runtime % is not fenced: call awa.fence_v1 first', p_runtime USING ERRCODE = '55000';
+    END IF;
+    found := 0;
+    ended := 0;
+    blocked := 0;
+    IF NOT pg_try_advisory_xact_lock(hashtextextended('awa.runtime:' || p_runtime, 0)) THEN
+        blocked := 1;
+        RETURN;
+    END IF;
+    SELECT json_build_object('type', 'WorkerDied', 'text',
+                             format('its worker died: host %s, process %s, last seen %s', i.hostname, i.pid,
+                                    to_char(i.last_seen_at AT TIME ZONE 'UTC', 'YYYY-MM-DD HH24:MI:SS"Z"')))::text
+      INTO v_error FROM awa.runtime_instances i WHERE i.id = p_runtime;
+    SELECT array_agg(o.claim_id) AS claims, array_agg(o.slot) AS slots, array_agg(o.idx) AS idx,
+           count(*)::integer AS n
+      INTO r
+      FROM (SELECT c.claim_id, c.slot, m.idx::smallint AS idx
+              FROM awa.runtime_instances i
+              JOIN awa.claims c ON c.runtime = i.id AND (c.claim_id > i.newest_claim OR c.claim_id = ANY (i.open_claims))
+             CROSS JOIN LATERAL unnest(c.entry_ids) WITH ORDINALITY AS m(entry_id, idx)
+             WHERE i.id = p_runtime
+               AND NOT EXISTS (SELECT FROM awa.completions x
+                                WHERE x.slot = c.slot AND x.claim_id = c.claim_id AND m.idx::smallint = ANY (x.idx))
+               AND NOT EXISTS (SELECT FROM awa.attempt_ends e WHERE e.slot = c.slot AND e.entry_id = m.entry_id)
+             ORDER BY c.claim_id, m.idx
+             LIMIT p_limit OFFSET p_skip) o;
+    found := r.n;
+    IF found = 0 THEN
+        RETURN;
+    END IF;
+    BEGIN
+        ended := cardinality(awa.end_attempts(
+            p_runtime, NULL, r.claims, r.slots, array_fill(NULL::integer, ARRAY[found]), r.idx,
+            array_fill('rescued'::text, ARRAY[found]), array_fill(0::double precision, ARRAY[found]),
+            array_fill(NULL::integer, ARRAY[found]), array_fill(v_error, ARRAY[found])));
+    EXCEPTION WHEN OTHERS THEN
+        ended := 0;
+        FOR v_n IN 1..found LOOP
+            BEGIN
+                ended := ended + cardinality(awa.end_attempts(
+                    p_runtime, NULL, r.claims[v_n:v_n], r.slots[v_n:v_n], ARRAY[NULL::integer], r.idx[v_n:v_n],
+                    ARRAY['rescued'], ARRAY[0::double precision], ARRAY[NULL::integer], ARRAY[v_error]));
+            EXCEPTION WHEN OTHERS THEN
+                blocked := blocked + 1;
+                RAISE WARNING 'awa: member % of claim % cannot be rescued now: %', r.idx[v_n], r.claims[v_n], SQLERRM;
+            END;
+        END LOOP;
+    END;
+END $$;
+
+CREATE FUNCTION awa.ring(p_queues text[]) RETURNS void
+    LANGUAGE plpgsql
+    AS $$
+DECLARE
+    v_queue text;
+    v_bell bigint;
+BEGIN
+    FOREACH v_queue IN ARRAY p_queues LOOP
+        v_bell := hashtextextended('awa.bell:' || v_queue, 0);
+        IF pg_try_advisory_lock_shared(v_bell) THEN
+            PERFORM pg_advisory_unlock_shared(v_bell);
+        ELSE
+            PERFORM pg_notify(awa.channel(), v_queue);
+        END IF;
+    END LOOP;
+END $$;
+
+CREATE FUNCTION awa.settle_v1(p_runtime bigint, p_flush bigint, p_claims bigint[], p_slots smallint[], p_nonces integer[], p_lo integer[], p_hi integer[], p_idx smallint[], p_elapsed integer[], o_claims bigint[], o_slots smallint[], o_nonces integer[], o_idx smallint[], o_outcomes text[], o_delays double precision[], o_elapsed integer[], o_errors text[]) RETURNS TABLE(claim_id bigint, idx smallint)
+    LANGUAGE plpgsql
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET jit TO 'off'
+    SET lock_timeout TO '50ms'
+    AS $$
+#variable_conflict use_column
+DECLARE
+    v_done integer[];
+    v_entries bigint[];
+    v_idx smallint[];
+    v_elapsed integer[];
+    r record;
+BEGIN
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        RAISE EXCEPTION 'awa.settle needs READ COMMITTED: an older snapshot would miss a fence' USING ERRCODE = 'AWA02';
+    END IF;
+    IF NOT pg_try_advisory_xact_lock_shared(hashtextextended('awa.runtime:' || p_runtime, 0)) THEN
+        RAISE EXCEPTION 'runtime % is being looked at', p_runtime USING ERRCODE = '55P03';
+    END IF;
+    IF EXISTS (SELECT FROM awa.gone_runtimes t WHERE t.runtime = p_runtime) THEN
+        RAISE EXCEPTION 'runtime % is gone: its attempts were rescued', p_runtime USING ERRCODE = 'AWA01';
+    END IF;
+
+    IF cardinality(p_claims) > 0 THEN
+        WITH good AS MATERIALIZED (
+            SELECT u.n::integer AS n, u.claim, u.slot, u.lo, u.hi
+              FROM unnest(p_claims, p_slots, p_nonces, p_lo, p_hi) WITH ORDINALITY AS u(claim, slot, nonce, lo, hi, n)
+              JOIN awa.claims c ON c.slot = u.slot AND c.runtime = p_runtime AND c.claim_id = u.claim
+                               AND c.nonce = u.nonce
+             WHERE NOT EXISTS (SELECT FROM awa.attempt_ends e WHERE e.slot = u.slot AND e.claim_id = u.claim)
+        ), recorded AS (
+            INSERT INTO awa.completions (claim_id, flush, slot, idx, elapsed_ms)
+            SELECT g.claim, p_flush, g.slot, p_idx[g.lo:g.hi], p_elapsed[g.lo:g.hi] FROM good g
+        )
+        SELECT array_agg(g.n) INTO v_done FROM good g;
+        IF coalesce(cardinality(v_done), 0) < cardinality(p_claims) THEN
+            -- some member of these claims has ended otherwise, or the claim is not ours: look at each
+            FOR r IN SELECT u.*, c.entry_ids, c.claim_id IS NOT NULL AS ours
+                       FROM unnest(p_claims, p_slots, p_nonces, p_lo, p_hi) WITH ORDINALITY
+                            AS u(claim, slot, nonce, lo, hi, n)
+                       LEFT JOIN awa.claims c ON c.slot = u.slot AND c.runtime = p_runtime AND c.claim_id = u.claim
+                                             AND c.nonce = u.nonce
+                      WHERE u.n <> ALL (coalesce(v_done, '{}'))
+            LOOP
+                v_idx := p_idx[r.lo:r.hi];
+                v_elapsed := p_elapsed[r.lo:r.hi];
+                v_entries := CASE WHEN r.ours THEN ARRAY(SELECT e.entry_id FROM awa.attempt_ends e
+                                                          WHERE e.slot = r.slot AND e.claim_id = r.claim) END;
+                RETURN QUERY SELECT r.claim, i FROM unnest(v_idx) i
+                              WHERE NOT r.ours OR r.entry_ids[i] IS NULL OR r.entry_ids[i] = ANY (v_entries);
+                IF r.ours THEN
+                    SELECT array_agg(i), array_agg(ms) INTO v_idx, v_elapsed
+                      FROM unnest(v_idx, v_elapsed) AS m(i, ms)
+                     WHERE r.entry_ids[i] IS NOT NULL AND r.entry_ids[i] <> ALL (v_entries);
+                    IF v_idx IS NOT NULL THEN
+                        INSERT INTO awa.completions (claim_id, flush, slot, idx, elapsed_ms)
+                        VALUES (r.claim, p_flush, r.slot, v_idx, v_elapsed);
+                    END IF;
+                END IF;
+            END LOOP;
+        END IF;
+    END IF;
+
+    IF cardinality(o_claims) > 0 THEN
+        v_done := awa.end_attempts(p_runtime, p_flush, o_claims, o_slots, o_nonces, o_idx, o_outcomes, o_delays,
+                                   o_elapsed, o_errors);
+        -- a repeated flush finds its own ends and is silent about them
+        RETURN QUERY
+            SELECT u.claim, u.idx
+              FROM unnest(o_claims, o_slots, o_idx) WITH ORDINALITY AS u(claim, slot, idx, n)
+             WHERE u.n <> ALL (v_done)
+               AND NOT EXISTS (SELECT FROM awa.claims c
+                                 JOIN awa.attempt_ends e ON e.slot = u.slot AND e.entry_id = c.entry_ids[u.idx]
+                                WHERE c.slot = u.slot AND c.runtime = p_runtime AND c.claim_id = u.claim
+                                  AND e.claim_id = u.claim AND e.flush = p_flush);
+    END IF;
+END $$;
+
+CREATE TABLE awa.attempt_ends (
+    entry_id bigint NOT NULL,
+    claim_id bigint,
+    flush bigint,
+    id bigint NOT NULL,
+    ended_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
+    elapsed_ms integer,
+    slot smallint NOT NULL,
+    outcome text NOT NULL COLLATE pg_catalog."C",
+    error json
+)
+PARTITION BY LIST (slot);
+
+CREATE TABLE awa.attempt_ends_0 (
+    entry_id bigint NOT NULL,
+    claim_id bigint,
+    flush bigint,
+    id bigint NOT NULL,
+    ended_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
+    elapsed_ms integer,
+    slot smallint NOT NULL,
+    outcome text NOT NULL COLLATE pg_catalog."C",
+    error json
+)
+WITH (autovacuum_enabled=off, toast.autovacuum_enabled=off);
+
+CREATE SEQUENCE awa.claim_id_seq
+    START WITH 1
+    INCREMENT BY 1
+    NO MINVALUE
+    NO MAXVALUE
+    CACHE 1;
+
+CREATE TABLE awa.claims (
+    claim_id bigint NOT NULL,
+    runtime bigint NOT NULL,
+    claimed_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
+    nonce integer NOT NULL,
+    slot smallint NOT NULL,
+    lane smallint NOT NULL,
+    queue text NOT NULL COLLATE pg_catalog."C",
+    frontier awa.lane_frontier[] NOT NULL,
+    entry_ids bigint[] NOT NULL,
+    xids xid8[] NOT NULL
+)
+PARTITION BY LIST (slot);
+
+CREATE TABLE awa.claims_0 (
+    claim_id bigint NOT NULL,
+    runtime bigint NOT NULL,
+    claimed_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
+    nonce integer NOT NULL,
+    slot smallint NOT NULL,
+    lane smallint NOT NULL,
+    queue text NOT NULL COLLATE pg_catalog."C",
+    frontier awa.lane_frontier[] NOT NULL,
+    entry_ids bigint[] NOT NULL,
+    xids xid8[] NOT NULL
+)
+WITH (autovacuum_enabled=off, toast.autovacuum_enabled=off);
+
+CREATE TABLE awa.completions (
+    claim_id bigint NOT NULL,
+    flush bigint NOT NULL,
+    completed_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
+    slot smallint NOT NULL,
+    idx smallint[] NOT NULL,
+    elapsed_ms integer[] NOT NULL
+)
+PARTITION BY LIST (slot);
+
+CREATE TABLE awa.completions_0 (
+    claim_id bigint NOT NULL,
+    flush bigint NOT NULL,
+    completed_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
+    slot smallint NOT NULL,
+    idx smallint[] NOT NULL,
+    elapsed_ms integer[] NOT NULL
+)
+WITH (autovacuum_enabled=off, toast.autovacuum_enabled=off);
+
+CREATE TABLE awa.ended_jobs (
+    id bigint NOT NULL,
+    created_at timestamp with time zone NOT NULL,
+    ended_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
+    priority smallint NOT NULL,
+    attempt smallint NOT NULL,
+    max_attempts smallint NOT NULL,
+    timeout_ms integer,
+    state text NOT NULL COLLATE pg_catalog."C",
+    dead_reason text COLLATE pg_catalog."C",
+    queue text NOT NULL COLLATE pg_catalog."C",
+    kind text NOT NULL COLLATE pg_catalog."C",
+    args json NOT NULL,
+    metadata json,
+    tags text[] COLLATE pg_catalog."C",
+    concurrency_key text COLLATE pg_catalog."C",
+    ordering_key text COLLATE pg_catalog."C",
+    unique_key bytea,
+    follow_ups json,
+    history json
+);
+
+CREATE SEQUENCE awa.entry_id_seq
+    START WITH 1
+    INCREMENT BY 1
+    NO MINVALUE
+    NO MAXVALUE
+    CACHE 1;
+
+CREATE TABLE awa.frontiers (
+    queue text NOT NULL COLLATE pg_catalog."C",
+    claim_id bigint NOT NULL,
+    frontier awa.lane_frontier[] NOT NULL
+);
+
+CREATE TABLE awa.gone_runtimes (
+    runtime bigint NOT NULL,
+    gone_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL
+);
+
+CREATE SEQUENCE awa.ring_seq
+    START WITH 0
+    INCREMENT BY 1
+    MINVALUE 0
+    MAXVALUE 7
+    CACHE 1;
+
+CREATE TABLE awa.jobs (
+    xid xid8 DEFAULT pg_current_xact_id() NOT NULL,
+    entry_id bigint DEFAULT nextval('awa.entry_id_seq'::regclass) NOT NULL,
+    id bigint DEFAULT currval('awa.entry_id_seq'::regclass) NOT NULL,
+    available_at timestamp with time zone DEFAULT now() NOT NULL,
+    created_at timestamp with time zone,
+    slot smallint DEFAULT (pg_sequence_last_value('awa.ring_seq'::regclass))::smallint NOT NULL,
+    lane smallint DEFAULT 5 NOT NULL,
+    priority smallint DEFAULT 2 NOT NULL,
+    attempt smallint DEFAULT 1 NOT NULL,
+    max_attempts smallint DEFAULT 25 NOT NULL,
+    timeout_ms integer,
+    queue text DEFAULT 'default'::text NOT NULL COLLATE pg_catalog."C",
+    kind text NOT NULL COLLATE pg_catalog."C",
+    args json DEFAULT '{}'::json NOT NULL,
+    metadata json,
+    tags text[] COLLATE pg_catalog."C",
+    concurrency_key text COLLATE pg_catalog."C",
+    ordering_key text COLLATE pg_catalog."C",
+    unique_key bytea,
+    expires_at timestamp with time zone,
+    follow_ups json,
+    history json
+)
+PARTITION BY LIST (slot);
+
+CREATE TABLE awa.jobs_0 (
+    xid xid8 DEFAULT pg_current_xact_id() NOT NULL,
+    entry_id bigint DEFAULT nextval('awa.entry_id_seq'::regclass) NOT NULL,
+    id bigint DEFAULT currval('awa.entry_id_seq'::regclass) NOT NULL,
+    available_at timestamp with time zone DEFAULT now() NOT NULL,
+    created_at timestamp with time zone,
+    slot smallint DEFAULT (pg_sequence_last_value('awa.ring_seq'::regclass))::smallint NOT NULL,
+    lane smallint DEFAULT 5 NOT NULL,
+    priority smallint DEFAULT 2 NOT NULL,
+    attempt smallint DEFAULT 1 NOT NULL,
+    max_attempts smallint DEFAULT 25 NOT NULL,
+    timeout_ms integer,
+    queue text DEFAULT 'default'::text NOT NULL COLLATE pg_catalog."C",
+    kind text NOT NULL COLLATE pg_catalog."C",
+    args json DEFAULT '{}'::json NOT NULL,
+    metadata json,
+    tags text[] COLLATE pg_catalog."C",
+    concurrency_key text COLLATE pg_catalog."C",
+    ordering_key text COLLATE pg_catalog."C",
+    unique_key bytea,
+    expires_at timestamp with time zone,
+    follow_ups json,
+    history json
+)
+WITH (autovacuum_enabled=off, toast.autovacuum_enabled=off);
+
+CREATE TABLE awa.leases (
+    name text NOT NULL COLLATE pg_catalog."C",
+    runtime bigint NOT NULL,
+    epoch bigint DEFAULT 1 NOT NULL,
+    acquired_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
+    expires_at timestamp with time zone NOT NULL
+)
+WITH (fillfactor='50');
+
+CREATE TABLE awa.runtime_instances (
+    id bigint NOT NULL,
+    uuid uuid NOT NULL,
+    hostname text NOT NULL,
+    pid integer NOT NULL,
+    version text NOT NULL,
+    queues json DEFAULT '[]'::json NOT NULL,
+    heartbeat_ms integer NOT NULL,
+    started_at timestamp with time zone DEFAULT now() NOT NULL,
+    last_seen_at timestamp with time zone DEFAULT now() NOT NULL,
+    newest_claim bigint DEFAULT 0 NOT NULL,
+    open_claims bigint[] DEFAULT '{}'::bigint[] NOT NULL,
+    ended_at timestamp with time zone,
+    CONSTRAINT runtime_instances_newest_claim_check CHECK ((newest_claim >= 0))
+)
+WITH (fillfactor='50');
+
+ALTER TABLE awa.runtime_instances ALTER COLUMN id ADD GENERATED ALWAYS AS IDENTITY (
+    SEQUENCE NAME awa.runtime_instances_id_seq
+    START WITH 1
+    INCREMENT BY 1
+    NO MINVALUE
+    NO MAXVALUE
+    CACHE 1
+);
+
+CREATE TABLE awa.schema_migrations (
+    version integer NOT NULL,
+    name text NOT NULL,
+    checksum text NOT NULL,
+    applied_at timestamp with time zone DEFAULT now() NOT NULL
+);
+
+CREATE TABLE awa.waiting_jobs (
+    id bigint DEFAULT nextval('awa.entry_id_seq'::regclass) NOT NULL,
+    seq bigint DEFAULT nextval('awa.entry_id_seq'::regclass) NOT NULL,
+    run_at timestamp with time zone,
+    created_at timestamp with time zone DEFAULT now() NOT NULL,
+    priority smallint DEFAULT 2 NOT NULL,
+    attempt smallint DEFAULT 1 NOT NULL,
+    max_attempts smallint DEFAULT 25 NOT NULL,
+    timeout_ms integer,
+    state text DEFAULT 'scheduled'::text NOT NULL COLLATE pg_catalog."C",
+    waits_for text DEFAULT 'time'::text NOT NULL COLLATE pg_catalog."C",
+    wait_key text COLLATE pg_catalog."C",
+    queue text DEFAULT 'default'::text NOT NULL COLLATE pg_catalog."C",
+    kind text NOT NULL COLLATE pg_catalog."C",
+    args json DEFAULT '{}'::json NOT NULL,
+    metadata json,
+    tags text[] COLLATE pg_catalog."C",
+    concurrency_key text COLLATE pg_catalog."C",
+    ordering_key text COLLATE pg_catalog."C",
+    unique_key bytea,
+    expires_at timestamp with time zone,
+    follow_ups json,
+    history json,
+    CONSTRAINT waiting_jobs_check CHECK (((waits_for = 'time'::text) = (run_at IS NOT NULL)))
+)
+WITH (autovacuum_vacuum_scale_factor='0.01', autovacuum_vacuum_cost_delay='0');
+
+ALTER TABLE ONLY awa.attempt_ends ATTACH PARTITION awa.attempt_ends_0 FOR VALUES IN ('0');
+
+ALTER TABLE ONLY awa.claims ATTACH PARTITION awa.claims_0 FOR VALUES IN ('0');
+
+ALTER TABLE ONLY awa.completions ATTACH PARTITION awa.completions_0 FOR VALUES IN ('0');
+
+ALTER TABLE ONLY awa.jobs ATTACH PARTITION awa.jobs_0 FOR VALUES IN ('0');
+
+ALTER TABLE ONLY awa.attempt_ends
+    ADD CONSTRAINT attempt_ends_pkey PRIMARY KEY (slot, entry_id);
+
+ALTER TABLE ONLY awa.attempt_ends_0
+    ADD CONSTRAINT attempt_ends_0_pkey PRIMARY KEY (slot, entry_id);
+
+ALTER TABLE ONLY awa.completions
+    ADD CONSTRAINT completions_pkey PRIMARY KEY (slot, claim_id, flush);
+
+ALTER TABLE ONLY awa.completions_0
+    ADD CONSTRAINT completions_0_pkey PRIMARY KEY (slot, claim_id, flush);
+
+ALTER TABLE ONLY awa.ended_jobs
+    ADD CONSTRAINT ended_jobs_pkey PRIMARY KEY (id);
+
+ALTER TABLE ONLY awa.frontiers
+    ADD CONSTRAINT frontiers_pkey PRIMARY KEY (queue);
+
+ALTER TABLE ONLY awa.gone_runtimes
+    ADD CONSTRAINT gone_runtimes_pkey PRIMARY KEY (runtime);
+
+ALTER TABLE ONLY awa.leases
+    ADD CONSTRAINT leases_pkey PRIMARY KEY (name);
+
+ALTER TABLE ONLY awa.runtime_instances
+    ADD CONSTRAINT runtime_instances_pkey PRIMARY KEY (id);
+
+ALTER TABLE ONLY awa.runtime_instances
+    ADD CONSTRAINT runtime_instances_uuid_key UNIQUE (uuid);
+
+ALTER TABLE ONLY awa.schema_migrations
+    ADD CONSTRAINT schema_migrations_pkey PRIMARY KEY (version);
+
+ALTER TABLE ONLY awa.waiting_jobs
+    ADD CONSTRAINT waiting_jobs_pkey PRIMARY KEY (id);
+
+CREATE INDEX attempt_ends_claim ON ONLY awa.attempt_ends USING btree (claim_id);
+
+CREATE INDEX attempt_ends_0_claim_id_idx ON awa.attempt_ends_0 USING btree (claim_id);
+
+CREATE INDEX claims_queue ON ONLY awa.claims USING btree (queue, claim_id);
+
+CREATE INDEX claims_0_queue_claim_id_idx ON awa.claims_0 USING btree (queue, claim_id);
+
+CREATE INDEX claims_runtime ON ONLY awa.claims USING btree (runtime, claim_id);
+
+CREATE INDEX claims_0_runtime_claim_id_idx ON awa.claims_0 USING btree (runtime, claim_id);
+
+CREATE INDEX jobs_id ON ONLY awa.jobs USING brin (id) WITH (pages_per_range='32');
+
+CREATE INDEX jobs_0_id_idx ON awa.jobs_0 USING brin (id) WITH (pages_per_range='32');
+
+CREATE INDEX jobs_lane ON ONLY awa.jobs USING btree (queue, lane, xid, entry_id);
+
+CREATE INDEX jobs_0_queue_lane_xid_entry_id_idx ON awa.jobs_0 USING btree (queue, lane, xid, entry_id);
+
+CREATE INDEX runtime_instances_living ON awa.runtime_instances USING btree (id) WHERE (ended_at IS NULL);
+
+CREATE INDEX waiting_jobs_due ON awa.waiting_jobs USING btree (run_at) WHERE (waits_for = 'time'::text);
+
+CREATE INDEX waiting_jobs_kind ON awa.waiting_jobs USING btree (queue, wait_key, priority, seq) WHERE (waits_for = 'kind'::text);
+
+ALTER INDEX awa.attempt_ends_claim ATTACH PARTITION awa.attempt_ends_0_claim_id_idx;
+
+ALTER INDEX awa.attempt_ends_pkey ATTACH PARTITION awa.attempt_ends_0_pkey;
+
+ALTER INDEX awa.claims_queue ATTACH PARTITION awa.claims_0_queue_claim_id_idx;
+
+ALTER INDEX awa.claims_runtime ATTACH PARTITION awa.claims_0_runtime_claim_id_idx;
+
+ALTER INDEX awa.completions_pkey ATTACH PARTITION awa.completions_0_pkey;
+
+ALTER INDEX awa.jobs_id ATTACH PARTITION awa.jobs_0_id_idx;
+
+ALTER INDEX awa.jobs_lane ATTACH PARTITION awa.jobs_0_queue_lane_xid_entry_id_idx;
+
+ALTER INDEX awa.jobs_lane ATTACH PARTITION awa.jobs_7_queue_lane_xid_entry_id_idx;
