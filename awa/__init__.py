@@ -1,0 +1,72 @@
+"""awa: a job queue that lives inside PostgreSQL, for synchronous Python."""
+
+from awa._core import canonical_json, derive_kind, unique_key
+from awa.client import Client
+from awa.config import Settings
+from awa.descriptors import descriptor_hash
+from awa.errors import (
+    AwaError,
+    ConfigError,
+    DatabaseNotFound,
+    DeadlineExceeded,
+    DuplicateKind,
+    JobNotFound,
+    RuntimeGone,
+    SchemaNotMigrated,
+    SchemaTooNew,
+    ShutdownTimeout,
+    StaleAttempt,
+    StorageNotTrusted,
+    TerminalError,
+    UnknownKind,
+    ValidationError,
+)
+from awa.insert import Inserted, NewJob
+from awa.job import Cancel, EntryId, Job, JobId, JobState, Outcome, RetryAfter, Snooze
+from awa.registry import BoundArgs, Task
+from awa.retry import exponential, fixed, linear
+from awa.storage.jobs import JobInfo
+from awa.version import VERSION as __version__
+from awa.worker.attempt import current_job
+
+__all__ = [
+    "AwaError",
+    "BoundArgs",
+    "Cancel",
+    "Client",
+    "ConfigError",
+    "DatabaseNotFound",
+    "DeadlineExceeded",
+    "DuplicateKind",
+    "EntryId",
+    "Inserted",
+    "Job",
+    "JobId",
+    "JobInfo",
+    "JobNotFound",
+    "JobState",
+    "NewJob",
+    "Outcome",
+    "RetryAfter",
+    "RuntimeGone",
+    "SchemaNotMigrated",
+    "SchemaTooNew",
+    "Settings",
+    "ShutdownTimeout",
+    "Snooze",
+    "StaleAttempt",
+    "StorageNotTrusted",
+    "Task",
+    "TerminalError",
+    "UnknownKind",
+    "ValidationError",
+    "__version__",
+    "canonical_json",
+    "current_job",
+    "derive_kind",
+    "descriptor_hash",
+    "exponential",
+    "fixed",
+    "linear",
+    "unique_key",
+]

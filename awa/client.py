@@ -1,0 +1,281 @@
+"""The client: what an application holds. It declares tasks, inserts jobs, and makes workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from psycopg import Connection
+
+from awa import options
+from awa.config import Settings, load_settings
+from awa.insert import Defaults, Inserted, Lent, NewJob, Producer, override
+from awa.job import JobId
+from awa.registry import Registry, Task, TaskOptions
+from awa.retry import RetryPolicy
+from awa.storage import jobs
+from awa.storage.jobs import JobInfo
+from awa.storage.pool import Pool
+from awa.storage.schema import Schema
+from awa.version import VERSION
+
+if TYPE_CHECKING:
+    from awa.worker.supervisor import Worker
+
+P = ParamSpec("P")
+R = TypeVar("R")
+H = TypeVar("H", bound=Callable[[], object])
+
+
+class Client:
+    """Opens nothing until it is used; then it finds its database, see :func:`awa.config.find_database`.
+
+    Args:
+        database: A libpq connection string or URL; None: AWA_DATABASE_URL, DATABASE_URL, PG*, or the private server.
+        schema: The schema that holds awa's tables; None: AWA_SCHEMA, or ``awa``.
+        queue: Where jobs wait when neither the insert nor the task says.
+        priority: 1, which runs first, to 4.
+        max_attempts: 1 to 1000.
+        notify: Whether inserts wake an idle worker; None: AWA_NOTIFY, or on. Off for users of two-phase commit.
+        max_args_bytes: Most bytes of a job's args, and of its metadata; None: AWA_MAX_ARGS_BYTES, or 256 KiB.
+        pool_size: Most connections that inserts and handlers share.
+
+    Raises:
+        ConfigError: A setting cannot work.
+    """
+
+    def __init__(
+        self,
+        database: str | None = None,
+        *,
+        schema: str | None = None,
+        queue: str = "default",
+        priority: int = 2,
+        max_attempts: int = 25,
+        notify: bool | None = None,
+        max_args_bytes: int | None = None,
+        pool_size: int = 10,
+    ) -> None:
+        self._database = database
+        self._arguments = {"schema": schema, "notify": notify, "max_args_bytes": max_args_bytes}
+        settings = self._settings()
+        self._schema = Schema(settings.schema)
+        self._notify = settings.notify
+        self._defaults = Defaults(
+            queue=options.check_queue(queue),
+            priority=options.check_priority(priority),
+            max_attempts=options.check_max_attempts(max_attempts),
+            max_args_bytes=settings.max_args_bytes,
+        )
+        self._pool_size = pool_size
+        self._pool: Pool | None = None
+        self._on_start: list[Callable[[], object]] = []
+        self._on_stop: list[Callable[[], object]] = []
+        self.registry = Registry()
+        """The tasks that were declared."""
+        self._producer = Producer(self.registry, self._defaults, self._schema, self._notify, self.connection)
+
+    # --- declaring --------------------------------------------------------------------------------------------------
+
+    def task(
+        self,
+        *,
+        kind: str | None = None,
+        aliases: Iterable[str] = (),
+        queue: str | None = None,
+        priority: int | None = None,
+        max_attempts: int | None = None,
+        timeout: float | timedelta | None = None,
+        retry: RetryPolicy | None = None,
+        retry_on: type[BaseException] | Sequence[type[BaseException]] | None = None,
+        fail_on: type[BaseException] | Sequence[type[BaseException]] | None = None,
+    ) -> Callable[[Callable[P, R]], Task[P, R]]:
+        """Declare the function below as the handler of a kind of jobs. It stays callable as itself.
+
+        A function with one parameter annotated ``awa.Job[SendEmail]`` gets the job; any other function gets the args
+        as its parameters, and reaches its job with ``awa.current_job()``.
+
+        Args:
+            kind: Name of its jobs; else derived from the type of the args, or the function's name.
+            aliases: Older kinds that it handles too.
+            queue, priority, max_attempts: For its jobs, unless an insert says otherwise.
+            timeout: Seconds that an attempt may take; 0 for no limit.
+            retry: Attempt number -> seconds until the next; see ``awa.exponential``, ``awa.linear``, ``awa.fixed``.
+            retry_on: When given, only these exceptions are retried.
+            fail_on: These exceptions fail the job at once.
+
+        Raises:
+            ConfigError: The function cannot be a handler, or an option cannot work.
+            DuplicateKind: Another function handles the kind.
+        """
+        said = TaskOptions.declare(
+            queue=queue,
+            priority=priority,
+            max_attempts=max_attempts,
+            timeout=timeout,
+            retry=retry,
+            retry_on=retry_on,
+            fail_on=fail_on,
+        )
+
+        def declare(func: Callable[P, R]) -> Task[P, R]:
+            task = Task(func, kind=kind, aliases=aliases, options=said)
+            self.registry.add(task)
+            return task
+
+        return declare
+
+    def on_worker_start(self, hook: H) -> H:
+        """Have every worker call *hook* before its first claim; what it raises keeps the worker from starting."""
+        self._on_start.append(hook)
+        return hook
+
+    def on_worker_stop(self, hook: H) -> H:
+        """Have every worker call *hook* after its last job; what it raises is logged."""
+        self._on_stop.append(hook)
+        return hook
+
+    # --- inserting --------------------------------------------------------------------------------------------------
+
+    def insert(
+        self,
+        args: Any,
+        *,
+        kind: str | None = None,
+        queue: str | None = None,
+        priority: int | None = None,
+        max_attempts: int | None = None,
+        timeout: float | timedelta | None = None,
+        run_at: datetime | None = None,
+        delay: float | timedelta | None = None,
+        tags: Iterable[str] | None = None,
+        metadata: dict[str, Any] | None = None,
+        conn: Lent | None = None,
+    ) -> Inserted:
+        """Write one job.
+
+        Args:
+            args: An instance of a task's args type, ``task.bind(...)``, a NewJob, or a mapping together with *kind*.
+            kind, queue, priority, max_attempts, timeout, run_at, delay, tags, metadata: See :class:`awa.NewJob`.
+            conn: A psycopg connection or cursor whose transaction the job joins; it is never committed or rolled back
+                here. None writes and commits at once.
+
+        Raises:
+            ValidationError: Args or an option cannot be stored; nothing was sent.
+            ConfigError: Nothing says which kind it is.
+        """
+        given = {
+            "kind": kind,
+            "queue": queue,
+            "priority": priority,
+            "max_attempts": max_attempts,
+            "timeout": timeout,
+            "run_at": run_at,
+            "delay": delay,
+            "tags": tags,
+            "metadata": metadata,
+        }
+        new = override(args if isinstance(args, NewJob) else NewJob(args), given)
+        return Inserted(self._producer.insert(new, conn), True, self)
+
+    def insert_many(self, items: Iterable[Any], *, conn: Lent | None = None) -> list[Inserted]:
+        """Write a batch in one statement, all or nothing; the results come in the order of *items*.
+
+        Args:
+            items: Args, or NewJob where options are needed.
+            conn: As for :meth:`insert`.
+        """
+        return [Inserted(job_id, True, self) for job_id in self._producer.insert_many(items, conn)]
+
+    def insert_many_copy(self, items: Iterable[Any], *, conn: Lent | None = None) -> int:
+        """Write many jobs by COPY, all or nothing; returns how many. The fastest way in, and it takes an iterator.
+
+        The jobs are available at once: ``run_at`` and ``delay`` are refused.
+        """
+        return self._producer.insert_many_copy(items, conn)
+
+    # --- looking ----------------------------------------------------------------------------------------------------
+
+    def get(self, job_id: int) -> JobInfo:
+        """The job as the database knows it.
+
+        Raises:
+            JobNotFound: There is none, or its history is gone.
+        """
+        with self.connection() as conn:
+            return jobs.get_job(conn, self._schema, JobId(job_id))
+
+    # --- working ----------------------------------------------------------------------------------------------------
+
+    def worker(
+        self,
+        *,
+        queues: Iterable[str] | str | None = None,
+        threads: int | None = None,
+        poll_interval: float | timedelta | None = None,
+        heartbeat: float | timedelta | None = None,
+        stale_after: float | timedelta | None = None,
+        shutdown_timeout: float | timedelta | None = None,
+        flags: dict[str, object] | None = None,
+    ) -> Worker:
+        """A worker for the tasks declared so far; a context manager, or call its ``start`` and ``stop``.
+
+        Args:
+            queues: ``NAME`` or ``NAME:MAX_WORKERS``; None: AWA_QUEUES, or ``default``.
+            threads: Handlers that run at once; None: AWA_THREADS, or 10.
+            poll_interval, heartbeat, stale_after, shutdown_timeout: Seconds; see :class:`awa.config.Settings`.
+            flags: Settings that came from a command line; an argument here goes before them.
+
+        Raises:
+            ConfigError: A setting cannot work.
+        """
+        from awa.worker.supervisor import Worker
+
+        arguments = self._arguments | {
+            "queues": queues,
+            "threads": threads,
+            "poll_interval": poll_interval,
+            "heartbeat": heartbeat,
+            "stale_after": stale_after,
+            "shutdown_timeout": shutdown_timeout,
+        }
+        return Worker(
+            registry=self.registry,
+            settings=self._settings(arguments, flags),
+            find_conninfo=self._conninfo,
+            version=VERSION,
+            on_start=tuple(self._on_start),
+            on_stop=tuple(self._on_stop),
+        )
+
+    @contextmanager
+    def connection(self) -> Iterator[Connection]:
+        """Borrow a pooled connection in autocommit mode, for handlers; use ``with conn.transaction():`` on it."""
+        with self._connections().connection() as conn:
+            yield conn
+
+    def close(self) -> None:
+        """Close the pooled connections. The client opens them again when it is used again."""
+        if self._pool is not None:
+            self._pool.close()
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _settings(
+        self, arguments: dict[str, Any] | None = None, flags: dict[str, object] | None = None
+    ) -> Settings:
+        given = self._arguments if arguments is None else arguments
+        return load_settings({k: v for k, v in given.items() if v is not None}, flags=flags)
+
+    def _conninfo(self) -> str:
+        # the private server's code is needed only when a database is
+        from awa.embedded import find_or_start_database
+
+        return find_or_start_database(self._database).conninfo
+
+    def _connections(self) -> Pool:
+        if self._pool is None:
+            self._pool = Pool(self._conninfo(), size=self._pool_size)
+        return self._pool

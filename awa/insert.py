@@ -1,0 +1,250 @@
+"""The producer's side: validate jobs, then write them, in the caller's transaction when there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+from typing import Any, Protocol
+
+from psycopg import Connection, Cursor
+
+from awa import options
+from awa._core import dump_json
+from awa.args import codec_for
+from awa.errors import ConfigError, ValidationError
+from awa.job import JobId
+from awa.registry import BoundArgs, Registry
+from awa.storage import jobs
+from awa.storage.jobs import JobInfo, JobRow
+from awa.storage.schema import Schema
+
+Lent = Connection[Any] | Cursor[Any]
+"""What ``conn=`` takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewJob:
+    """A job to insert: its args, and options that override what its task and the client say."""
+
+    args: Any
+    """An instance of a task's args type, what ``task.bind(...)`` gave, or a mapping together with *kind*."""
+    kind: str | None = field(default=None, kw_only=True)
+    """Needed with a mapping; else the args know it."""
+    queue: str | None = field(default=None, kw_only=True)
+    """Where it waits."""
+    priority: int | None = field(default=None, kw_only=True)
+    """1, which runs first, to 4."""
+    max_attempts: int | None = field(default=None, kw_only=True)
+    """1 to 1000."""
+    timeout: float | timedelta | None = field(default=None, kw_only=True)
+    """Seconds that an attempt may take; 0 for no limit."""
+    run_at: datetime | None = field(default=None, kw_only=True)
+    """Not before this instant; in the past means now."""
+    delay: float | timedelta | None = field(default=None, kw_only=True)
+    """Not before so many seconds from now, by the database's clock."""
+    tags: Iterable[str] | None = field(default=None, kw_only=True)
+    """At most 20, for finding it again."""
+    metadata: dict[str, Any] | None = field(default=None, kw_only=True)
+    """JSON that travels with the job and is not given to the handler as args."""
+
+
+class Reader(Protocol):
+    """Finds jobs again; the client is one."""
+
+    def get(self, job_id: int) -> JobInfo:
+        """The job as the database knows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inserted:
+    """A job that was written."""
+
+    id: JobId
+    """The job."""
+    is_new: bool = True
+    """False when an equal job existed and this is its id."""
+    _reader: Reader | None = field(default=None, repr=False, compare=False)
+
+    def get(self) -> JobInfo:
+        """The job as the database knows it now; after the transaction of the insert has committed.
+
+        Raises:
+            JobNotFound: The insert was rolled back, is not committed yet, or the job's history is gone.
+        """
+        assert self._reader is not None
+        return self._reader.get(self.id)
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What the client says about jobs when neither the call nor the task does."""
+
+    queue: str = "default"
+    """Where they wait."""
+    priority: int = 2
+    """1 to 4."""
+    max_attempts: int = 25
+    """1 to 1000."""
+    max_args_bytes: int = 256 * 1024
+    """Most bytes of a job's args, and of its metadata."""
+
+
+def prepare(new: NewJob, registry: Registry, defaults: Defaults) -> JobRow:
+    """Validate a job and settle its options: the call, the task, the client, the default.
+
+    Raises:
+        ValidationError: Its args or an option cannot be stored; nothing was sent to the database.
+        ConfigError: Nothing says which kind it is.
+    """
+    args, task = new.args, None
+    kind = None if new.kind is None else options.check_kind(new.kind)
+    if isinstance(args, BoundArgs):
+        task = args.task
+    elif isinstance(args, NewJob):
+        raise ConfigError("args is a NewJob already: insert it as it is, its options belong inside it")
+    elif kind is not None:
+        task = registry.find(kind)
+    else:
+        task = registry.for_type(type(args))
+    if isinstance(args, BoundArgs):
+        body = args.dump(defaults.max_args_bytes)
+    elif task is not None and (task.is_typed or not isinstance(args, dict)):
+        body = task.codec.dump(args, defaults.max_args_bytes)
+    elif task is not None:
+        body = task.codec.dump(_bound(task, args), defaults.max_args_bytes)
+    elif kind is not None:
+        body = codec_for(type(args)).dump(args, defaults.max_args_bytes)
+    else:
+        raise ConfigError(
+            f"no task takes {type(args).__name__}: declare one with @client.task() for a job of that type, "
+            "use task.bind(...), or give kind="
+        )
+    said = task.options if task is not None else None
+
+    def settled(name: str, check: Any) -> Any:
+        value = getattr(new, name)
+        if value is not None:
+            return check(value)
+        value = getattr(said, name, None)
+        return value if value is not None else getattr(defaults, name, None)
+
+    timeout = None if new.timeout is None else options.check_timeout(new.timeout)
+    delay = None if new.delay is None else options.check_delay(new.delay)
+    run_at = None if new.run_at is None else options.check_run_at(new.run_at)
+    if run_at is not None and delay is not None:
+        raise ValidationError("run_at and delay exclude each other: give one", path="delay", value=new.delay)
+    return JobRow(
+        queue=settled("queue", options.check_queue),
+        kind=kind if kind is not None else task.kind,  # type: ignore[union-attr]
+        args=body,
+        priority=settled("priority", options.check_priority),
+        max_attempts=settled("max_attempts", options.check_max_attempts),
+        timeout_ms=None if timeout is None else round(timeout * 1000),
+        tags=None if new.tags is None else options.check_tags(new.tags),
+        metadata=None if new.metadata is None else _metadata(new.metadata, defaults.max_args_bytes),
+        run_at=run_at,
+        delay=delay,
+    )
+
+
+def _bound(task: Any, args: dict[str, Any]) -> dict[str, Any]:
+    """The args of a plain function, given by name as a mapping with ``kind=``."""
+    if not all(isinstance(name, str) for name in args):
+        raise ValidationError("args must have names as keys", path="args", value=args)
+    bound: dict[str, Any] = task.codec.bind(**args)
+    return bound
+
+
+def _metadata(value: object, limit: int) -> bytes:
+    if not isinstance(value, dict):
+        raise ValidationError(
+            f"metadata must be a dict, got {type(value).__name__}", path="metadata", value=value, limit=limit
+        )
+    return dump_json(value, "metadata", limit)
+
+
+def override(new: NewJob, given: Mapping[str, object]) -> NewJob:
+    """*new* with the options of *given* that are not None."""
+    return replace(new, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+
+
+def lent(conn: Lent) -> Connection[Any]:
+    """The psycopg connection behind what the caller lent.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    if isinstance(conn, Cursor):
+        return conn.connection
+    if isinstance(conn, Connection):
+        return conn
+    raise ConfigError(
+        f"conn is a {type(conn).__module__}.{type(conn).__name__}: lend a psycopg (version 3) connection or cursor"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Producer:
+    """Writes the jobs of one client."""
+
+    registry: Registry
+    """The tasks that were declared."""
+    defaults: Defaults
+    """Options that neither the call nor the task gives."""
+    schema: Schema
+    """Where the tables are."""
+    notify: bool
+    """Whether to wake idle workers."""
+    own: Callable[[], AbstractContextManager[Connection]]
+    """Lends a connection of the library's own, in autocommit mode."""
+
+    def insert(self, new: NewJob, conn: Lent | None) -> JobId:
+        """Write one job, in the transaction of *conn* or in one of its own."""
+        row = prepare(new, self.registry, self.defaults)
+        with self._writing(conn) as writing:
+            return jobs.insert_job(writing, self.schema, row, notify=self.notify)
+
+    def insert_many(self, items: Iterable[object], conn: Lent | None) -> list[JobId]:
+        """Write a batch by one statement, all or nothing; ids in the order of *items*."""
+        rows = [self._at(position, item) for position, item in enumerate(items)]
+        if not rows:
+            return []
+        with self._writing(conn) as writing:
+            return jobs.insert_jobs(writing, self.schema, rows, notify=self.notify)
+
+    def insert_many_copy(self, items: Iterable[object], conn: Lent | None) -> int:
+        """Write jobs by COPY, all or nothing; they are validated as they stream."""
+        with self._writing(conn) as writing, writing.transaction() if conn is None else nullcontext():
+            return jobs.copy_jobs(writing, self.schema, self._stream(items), notify=self.notify)
+
+    def _stream(self, items: Iterable[object]) -> Iterator[JobRow]:
+        for position, item in enumerate(items):
+            row = self._at(position, item)
+            if row.run_at is not None or row.delay:
+                given = "delay" if row.run_at is None else "run_at"
+                raise ValidationError(
+                    f"items[{position}] has {given}, but insert_many_copy takes jobs that are available at once: "
+                    "use insert_many for the others",
+                    path=f"items[{position}].{given}",
+                    value=getattr(row, given),
+                )
+            yield row
+
+    def _at(self, position: int, item: object) -> JobRow:
+        try:
+            return prepare(item if isinstance(item, NewJob) else NewJob(item), self.registry, self.defaults)
+        except ValidationError as error:
+            path = f"items[{position}].{error.path}"
+            raise ValidationError(
+                f"items[{position}]: {error}", path=path, value=error.value, limit=error.limit
+            ) from error
+
+    @contextmanager
+    def _writing(self, conn: Lent | None) -> Iterator[Connection[Any]]:
+        if conn is not None:
+            yield lent(conn)
+            return
+        with self.own() as borrowed:
+            yield borrowed

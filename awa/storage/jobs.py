@@ -1,0 +1,398 @@
+"""Jobs: putting them in, completing one inside a handler's transaction, finding one again.
+
+Claiming and settling, which share one round trip, are in ``line``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+import psycopg
+from psycopg import Connection, Cursor
+from psycopg.rows import class_row, tuple_row
+
+from awa.errors import JobNotFound, StaleAttempt
+from awa.job import JobId, JobState
+from awa.storage.schema import Schema
+
+
+@dataclass(frozen=True, slots=True)
+class JobRow:
+    """A validated job, ready to be written."""
+
+    queue: str
+    """Where it waits."""
+    kind: str
+    """Which handler runs it."""
+    args: bytes
+    """JSON text."""
+    priority: int
+    """1 to 4."""
+    max_attempts: int
+    """1 to 1000."""
+    timeout_ms: int | None = None
+    """Deadline of an attempt; None: as its kind says."""
+    tags: tuple[str, ...] | None = None
+    """For finding it again."""
+    metadata: bytes | None = None
+    """JSON text."""
+    run_at: datetime | None = None
+    """Not before; None: at once, or after *delay*."""
+    delay: float | None = None
+    """Seconds from the database's now."""
+
+    @property
+    def is_plain(self) -> bool:
+        """It is available at once and has no rarely used option."""
+        return (
+            self.run_at is None
+            and not self.delay
+            and self.timeout_ms is None
+            and self.tags is None
+            and self.metadata is None
+        )
+
+
+# Ring for a queue only when somebody sleeps at its bell; see awa.ring in migrations/0003_settle.sql. Written into the
+# statement: as a function call it costs a fifth of the rate of single inserts.
+_BELL = """(SELECT count(pg_notify('{channel}', q)) FROM unnest(%(bells)s::text[]) q
+             WHERE CASE WHEN pg_try_advisory_lock_shared(hashtextextended('awa.bell:' || q, 0))
+                        THEN NOT pg_advisory_unlock_shared(hashtextextended('awa.bell:' || q, 0)) ELSE true END)"""
+
+_ONE_BELL = """(SELECT count(pg_notify('{channel}', %(queue)s))
+                 WHERE CASE WHEN pg_try_advisory_lock_shared(hashtextextended('awa.bell:' || %(queue)s, 0))
+                            THEN NOT pg_advisory_unlock_shared(hashtextextended('awa.bell:' || %(queue)s, 0))
+                            ELSE true END)"""
+
+INSERT_ONE = """
+    INSERT INTO awa.jobs (queue, lane, priority, kind, args, max_attempts, timeout_ms, tags, metadata)
+    VALUES (%(queue)s, %(lane)s, %(priority)s, %(kind)s, %(args)s, %(max_attempts)s, %(timeout_ms)s, %(tags)s::text[],
+            %(metadata)s)
+    RETURNING id, {bell}
+"""
+
+INSERT_PLAIN = """
+    INSERT INTO awa.jobs (queue, lane, priority, kind, args, max_attempts)
+    SELECT i.queue, 2 * i.priority + 1, i.priority, i.kind, i.args::json, i.max_attempts
+      FROM unnest(%(queues)b::text[], %(priorities)b::smallint[], %(kinds)b::text[], %(args)b::text[],
+                  %(max_attempts)b::smallint[]) AS i(queue, priority, kind, args, max_attempts)
+    RETURNING id, {bell}
+"""
+
+# The ids are drawn first: which table a row goes to depends on the database's clock.
+INSERT_ANY = """
+    WITH input AS MATERIALIZED (
+        SELECT nextval('awa.entry_id_seq') AS id, t.n, t.queue, t.priority, t.kind, t.args::json AS args,
+               t.max_attempts, t.timeout_ms, t.metadata::json AS metadata, t.run_at,
+               CASE WHEN t.tags IS NOT NULL THEN ARRAY(SELECT json_array_elements_text(t.tags::json)) END AS tags,
+               t.run_at IS NULL OR t.run_at <= clock_timestamp() AS is_due
+          FROM (SELECT i.n, i.queue, i.priority, i.kind, i.args, i.max_attempts, i.timeout_ms, i.tags, i.metadata,
+                       coalesce(i.run_at::timestamptz, clock_timestamp() + i.delay * interval '1 s') AS run_at
+                  FROM unnest(%(queues)b::text[], %(priorities)b::smallint[], %(kinds)b::text[], %(args)b::text[],
+                              %(max_attempts)b::smallint[], %(timeouts)s::integer[], %(tags)b::text[],
+                              %(metadata)b::text[], %(run_ats)b::text[], %(delays)s::double precision[])
+                       WITH ORDINALITY AS i(queue, priority, kind, args, max_attempts, timeout_ms, tags, metadata,
+                                            run_at, delay, n)
+                 ORDER BY i.n) t
+    ), available AS (
+        INSERT INTO awa.jobs (entry_id, id, queue, lane, priority, kind, args, max_attempts, timeout_ms, tags, metadata)
+        SELECT i.id, i.id, i.queue, 2 * i.priority + 1, i.priority, i.kind, i.args, i.max_attempts, i.timeout_ms, i.tags,
+               i.metadata
+          FROM input i WHERE i.is_due ORDER BY i.n
+    ), scheduled AS (
+        INSERT INTO awa.waiting_jobs (id, run_at, queue, priority, kind, args, max_attempts, timeout_ms, tags, metadata)
+        SELECT i.id, i.run_at, i.queue, i.priority, i.kind, i.args, i.max_attempts, i.timeout_ms, i.tags, i.metadata
+          FROM input i WHERE NOT i.is_due
+    ), bells AS MATERIALIZED (
+        SELECT array_agg(DISTINCT CASE WHEN i.is_due THEN i.queue ELSE '' END) AS queues
+          FROM input i WHERE i.is_due OR i.run_at < clock_timestamp() + interval '1.5 s'
+    )
+    SELECT i.id, (SELECT {ring} FROM bells b) FROM input i ORDER BY i.n
+"""
+
+COPY = "COPY awa.jobs (queue, lane, priority, kind, args, max_attempts, timeout_ms, tags, metadata) FROM STDIN"
+
+RING = "SELECT awa.ring(%(queues)s)"
+
+
+@lru_cache(maxsize=64)
+def _statement(schema: Schema, text: str, notify: bool) -> str:
+    one = _ONE_BELL if "%(lane)s" in text else _BELL
+    bell = one.replace("{channel}", schema.channel) if notify else "0"
+    ring = "count(awa.ring(b.queues)) FILTER (WHERE b.queues IS NOT NULL)" if notify else "0"
+    return schema.sql(text.replace("{bell}", bell).replace("{ring}", ring))
+
+
+def _cursor(conn: Connection[Any]) -> Cursor[tuple[Any, ...]]:
+    # Our own class and row factory, whatever the connection was given.
+    return Cursor(conn, row_factory=tuple_row)
+
+
+def insert_job(conn: Connection[Any], schema: Schema, row: JobRow, *, notify: bool) -> JobId:
+    """Write one job in the transaction of *conn*.
+
+    Args:
+        notify: Whether to wake a worker that sleeps for the queue; it is woken when the transaction commits.
+    """
+    if row.run_at is not None or row.delay:
+        return insert_jobs(conn, schema, [row], notify=notify)[0]
+    with _cursor(conn) as cursor:
+        cursor.execute(
+            _statement(schema, INSERT_ONE, notify),
+            {
+                "queue": row.queue,
+                "lane": 2 * row.priority + 1,
+                "priority": row.priority,
+                "kind": row.kind,
+                "args": row.args.decode(),
+                "max_attempts": row.max_attempts,
+                "timeout_ms": row.timeout_ms,
+                "tags": None if row.tags is None else list(row.tags),
+                "metadata": None if row.metadata is None else row.metadata.decode(),
+            },
+        )
+        found = cursor.fetchone()
+    assert found is not None
+    return JobId(int(found[0]))
+
+
+class _Array(bytes):
+    """A PostgreSQL array in binary form; see awa._core."""
+
+
+class _Int2s(_Array):
+    pass
+
+
+class _ArrayDumper(psycopg.adapt.Dumper):
+    format = psycopg.pq.Format.BINARY
+    oid = psycopg.postgres.types["text"].array_oid
+
+    def dump(self, obj: Any) -> bytes:
+        return bytes(obj)
+
+
+class _Int2sDumper(_ArrayDumper):
+    oid = psycopg.postgres.types["int2"].array_oid
+
+
+def insert_jobs(conn: Connection[Any], schema: Schema, rows: Sequence[JobRow], *, notify: bool) -> list[JobId]:
+    """Write many jobs in one statement, in the transaction of *conn*; their ids come in the order of *rows*."""
+    from awa._core import int2_array, text_array
+
+    if not rows:
+        return []
+    params: dict[str, Any] = {
+        "queues": _Array(text_array([row.queue for row in rows])),
+        "priorities": _Int2s(int2_array([row.priority for row in rows])),
+        "kinds": _Array(text_array([row.kind for row in rows])),
+        "args": _Array(text_array([row.args for row in rows])),
+        "max_attempts": _Int2s(int2_array([row.max_attempts for row in rows])),
+    }
+    if all(row.is_plain for row in rows):
+        text = INSERT_PLAIN
+        params["bells"] = sorted({row.queue for row in rows})
+    else:
+        text = INSERT_ANY
+        params |= {
+            "timeouts": [row.timeout_ms for row in rows],
+            "tags": _Array(text_array([None if row.tags is None else _json_list(row.tags) for row in rows])),
+            "metadata": _Array(text_array([row.metadata for row in rows])),
+            "run_ats": _Array(text_array([None if row.run_at is None else row.run_at.isoformat() for row in rows])),
+            "delays": [row.delay for row in rows],
+        }
+    with _cursor(conn) as cursor:
+        cursor.adapters.register_dumper(_Array, _ArrayDumper)
+        cursor.adapters.register_dumper(_Int2s, _Int2sDumper)
+        cursor.execute(_statement(schema, text, notify), params)
+        return [JobId(int(found[0])) for found in cursor.fetchall()]
+
+
+def copy_jobs(conn: Connection[Any], schema: Schema, rows: Iterable[JobRow], *, notify: bool) -> int:
+    """Write jobs that are available at once by COPY, in the transaction of *conn*; returns how many."""
+    count = 0
+    queues: set[str] = set()
+    with _cursor(conn) as cursor:
+        with cursor.copy(schema.sql(COPY)) as copy:
+            lines: list[bytes] = []
+            for row in rows:
+                lines.append(_copy_line(row))
+                queues.add(row.queue)
+                if len(lines) == 500:
+                    copy.write(b"".join(lines))
+                    count += 500
+                    lines.clear()
+            copy.write(b"".join(lines))
+            count += len(lines)
+        if notify and queues:
+            cursor.execute(schema.sql(RING), {"queues": sorted(queues)})
+    return count
+
+
+def _json_list(tags: Sequence[str]) -> bytes:
+    import orjson
+
+    return orjson.dumps(list(tags))
+
+
+def _copy_line(row: JobRow) -> bytes:
+    tags = b"\\N"
+    if row.tags is not None:
+        quoted = ('"' + tag.replace("\\", "\\\\").replace('"', '\\"') + '"' for tag in row.tags)
+        tags = _copy_text(f"{{{','.join(quoted)}}}".encode())
+    return b"\t".join(
+        (
+            _copy_text(row.queue.encode()),
+            b"%d\t%d" % (2 * row.priority + 1, row.priority),
+            _copy_text(row.kind.encode()),
+            row.args.replace(b"\\", b"\\\\"),  # JSON has no raw tab or line break
+            b"%d" % row.max_attempts,
+            b"\\N" if row.timeout_ms is None else b"%d" % row.timeout_ms,
+            tags,
+            b"\\N\n" if row.metadata is None else row.metadata.replace(b"\\", b"\\\\") + b"\n",
+        )
+    )
+
+
+def _copy_text(text: bytes) -> bytes:
+    return text.replace(b"\\", b"\\\\").replace(b"\t", b"\\t").replace(b"\n", b"\\n").replace(b"\r", b"\\r")
+
+
+COMPLETE = "SELECT awa.complete_v1(%s::bigint, %s::bigint, %s::smallint, %s::integer, %s::smallint, %s::integer)"
+
+
+def complete(
+    conn: Connection[Any],
+    schema: Schema,
+    *,
+    runtime: int,
+    claim_id: int,
+    slot: int,
+    nonce: int,
+    idx: int,
+    elapsed_ms: int,
+    job_id: int,
+    entry_id: int,
+) -> None:
+    """Complete one attempt in the transaction of *conn*, at any isolation level.
+
+    Raises:
+        StaleAttempt: The attempt ended before; the transaction cannot commit any more.
+    """
+    try:
+        with _cursor(conn) as cursor:
+            cursor.execute(schema.sql(COMPLETE), (runtime, claim_id, slot, nonce, idx, elapsed_ms))
+    except psycopg.Error as error:
+        stands = isinstance(error, psycopg.errors.UniqueViolation) and (error.diag.table_name or "").startswith(
+            "attempt_ends"
+        )
+        if stands or error.sqlstate == "AWA04":
+            raise StaleAttempt(
+                f"the attempt of job {job_id} has ended already: it was rescued or cancelled, or it is completed; "
+                "roll the transaction back",
+                job_id=job_id,
+                entry_id=entry_id,
+            ) from error
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class JobInfo:
+    """A job as the database knows it."""
+
+    id: JobId
+    """The job."""
+    queue: str
+    """Where it waits or ran."""
+    kind: str
+    """Which handler runs it."""
+    state: JobState
+    """What it is doing."""
+    priority: int
+    """1, which runs first, to 4."""
+    attempt: int
+    """Counted attempts, the current or coming one included."""
+    max_attempts: int
+    """How many it has."""
+    args: Any
+    """As JSON gives them."""
+    metadata: Any
+    """As JSON gives it; None when there is none."""
+    tags: list[str]
+    """For finding it again."""
+    created_at: datetime
+    """When it was inserted."""
+    run_at: datetime | None
+    """Not before, while it waits for a time."""
+    ended_at: datetime | None
+    """When it ended for good."""
+    waits_for: str | None
+    """``time``, or ``kind``: for a worker that knows it."""
+    history: list[dict[str, Any]]
+    """Ended attempts that were not successful, oldest first, at most 20."""
+
+
+GET = """
+    SELECT id, queue, kind, state, priority, attempt, max_attempts, args, metadata,
+           coalesce(tags, '{}') AS tags, created_at, run_at, ended_at, waits_for, coalesce(history, '[]') AS history
+      FROM awa.find_job_v1(%(id)s)
+"""
+
+
+def get_job(conn: Connection[Any], schema: Schema, job_id: int) -> JobInfo:
+    """Find a job by its id.
+
+    Raises:
+        JobNotFound: There is none, or its history is gone.
+    """
+    with Cursor(conn, row_factory=class_row(JobInfo)) as cursor:
+        found = cursor.execute(schema.sql(GET), {"id": job_id}).fetchone()
+    if found is None:
+        raise JobNotFound(f"no job has the id {job_id}, or its history is gone", job_id=job_id)
+    return found
+
+
+UNKNOWN_CLAIMS = """
+    SELECT c.claim_id, c.slot, c.nonce, cardinality(c.entry_ids)
+      FROM awa.claims c
+     WHERE c.runtime = %(runtime)s AND c.claim_id > %(newest)s AND cardinality(c.entry_ids) > 0
+     ORDER BY c.claim_id
+"""
+
+TRY_RUNTIME_LOCK = "SELECT pg_try_advisory_xact_lock(hashtextextended('awa.runtime:' || %(runtime)s::text, 0))"
+
+RELEASE = """
+    SELECT awa.end_attempts(%(runtime)s, NULL, %(claims)s::bigint[], %(slots)s::smallint[], %(nonces)s::integer[],
+                            %(idx)s::smallint[], array_fill('released'::text, ARRAY[%(n)s::integer]),
+                            array_fill(0::double precision, ARRAY[%(n)s::integer]),
+                            array_fill(NULL::integer, ARRAY[%(n)s::integer]),
+                            array_fill(NULL::text, ARRAY[%(n)s::integer]))
+"""
+
+
+def release_unknown_claims(conn: Connection[Any], schema: Schema, runtime: int, *, newest: int) -> int | None:
+    """Give back what this runtime claimed above claim *newest* without ever receiving the reply.
+
+    Takes the runtime's lock exclusively first: it is had only when the transaction whose reply was lost has ended.
+
+    Returns:
+        How many attempts were released; None when the lock could not be had, so that the caller tries again.
+    """
+    with conn.transaction(), _cursor(conn) as cursor:
+        locked = cursor.execute(schema.sql(TRY_RUNTIME_LOCK), {"runtime": runtime}).fetchone()
+        if locked is None or not locked[0]:
+            return None
+        found = cursor.execute(schema.sql(UNKNOWN_CLAIMS), {"runtime": runtime, "newest": newest}).fetchall()
+        members = [
+            (claim_id, slot, nonce, idx) for claim_id, slot, nonce, size in found for idx in range(1, size + 1)
+        ]
+        if members:
+            claims, slots, nonces, idx = (list(column) for column in zip(*members, strict=True))
+            params = {"runtime": runtime, "claims": claims, "slots": slots, "nonces": nonces, "idx": idx}
+            cursor.execute(schema.sql(RELEASE), params | {"n": len(members)})
+        return len(members)
+

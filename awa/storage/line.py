@@ -1,0 +1,307 @@
+"""The connection on which a worker settles, claims and listens.
+
+It speaks libpq's protocol through psycopg's own wrapper of it: one pipelined round trip carries the settling of what
+has ended and the claims of what comes next, each a transaction of its own, in binary both ways. Arrays are written and
+read by ``awa._core``.
+"""
+
+from __future__ import annotations
+
+import select
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import psycopg
+from psycopg import Connection
+from psycopg.pq import ConnStatus, DiagnosticField, ExecStatus, Format
+
+from awa._core import Attempt, Flush, Handler, decode_batch, int2_array, text_array
+from awa.errors import RuntimeGone
+from awa.storage.pool import connect
+from awa.storage.schema import Schema
+
+SETTLE = """
+    SELECT claim_id, idx
+      FROM awa.settle_v1($1::bigint, $2::bigint, $3::bigint[], $4::smallint[], $5::integer[], $6::integer[],
+                         $7::integer[], $8::smallint[], $9::integer[], $10::bigint[], $11::smallint[], $12::integer[],
+                         $13::smallint[], $14::text[], $15::double precision[], $16::integer[], $17::text[])
+"""
+
+CLAIM = """
+    SELECT flags, claim_id, slot, nonce, priority, ids, entry_ids, attempts, max_attempts, kinds, lens, args,
+           created_at, details
+      FROM awa.claim_v1($1::text, $2::bigint, $3::text[], $4::integer, $5::integer)
+"""
+
+FETCH_ARGS = """
+    SELECT idx, convert_to(args, 'UTF8') FROM awa.fetch_args_v1($1::bigint, $2::bigint, $3::smallint, $4::smallint[])
+"""
+
+UNLOCK_BELL = "SELECT pg_advisory_unlock(hashtextextended('awa.bell:' || $1::text, 0))"
+
+RING = "SELECT awa.ring(ARRAY[$1::text])"
+
+ARMED, BUSY, COME_AGAIN = 1, 2, 4
+
+REPLY_TIMEOUT = 60.0
+"""Seconds after which a server that does not answer counts as lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One claim to make."""
+
+    queue: str
+    """Of which queue."""
+    limit: int
+    """Most attempts to start."""
+    arm: bool = False
+    """Whether to take the queue's bell first."""
+
+
+@dataclass(slots=True)
+class Claimed:
+    """What one claim brought."""
+
+    queue: str
+    """Of which queue."""
+    attempts: list[Attempt] = field(default_factory=list)
+    """First to run first."""
+    batches: list[list[Attempt]] = field(default_factory=list)
+    """The same, one list per claim row."""
+    is_armed: bool = False
+    """The queue's bell was taken."""
+    is_busy: bool = False
+    """Another claimer held the queue, so fewer may have come than there are."""
+    come_again: bool = False
+    """Nothing was started, yet the queue is not empty."""
+    error: psycopg.Error | None = None
+    """Why it failed; nothing was claimed then."""
+
+
+@dataclass(slots=True)
+class Settled:
+    """What became of one flush."""
+
+    flush: Flush
+    """Which."""
+    stale: list[tuple[int, int]] = field(default_factory=list)
+    """Members (claim id, position) whose outcome was refused: they had ended before."""
+    error: psycopg.Error | None = None
+    """Why nothing of it was recorded; None when it is, now or by an earlier sending of the same flush."""
+
+
+@dataclass(slots=True)
+class Reply:
+    """What one exchange brought."""
+
+    settled: list[Settled] = field(default_factory=list)
+    """One per flush, in the order of the flushes."""
+    claims: list[Claimed] = field(default_factory=list)
+    """One per claim that was asked for, in that order."""
+
+
+class Line:
+    """A worker's claim connection.
+
+    Args:
+        kinds: Kind -> handler; the claims name these kinds.
+    """
+
+    def __init__(self, conninfo: str, schema: Schema, handlers: Mapping[str, Handler]) -> None:
+        self._handlers = {kind.encode(): handler for kind, handler in handlers.items()}
+        self._kinds = text_array(sorted(handlers))
+        self._schema = schema
+        self._connection: Connection = connect(conninfo, name="worker")
+        try:
+            self._prepare()
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def _prepare(self) -> None:
+        self._connection.execute(f"LISTEN {self._schema.channel}")
+        self._pg = self._connection.pgconn
+        for name, text in (
+            (b"settle", SETTLE),
+            (b"claim", CLAIM),
+            (b"fetch", FETCH_ARGS),
+            (b"unlock", UNLOCK_BELL),
+            (b"ring", RING),
+        ):
+            result = self._pg.prepare(b"awa_" + name, self._schema.sql(text).encode())
+            if result.status != ExecStatus.COMMAND_OK:
+                raise psycopg.errors.error_from_result(result)
+        self._pg.nonblocking = 1
+        self._pg.enter_pipeline_mode()
+        self._poll = select.poll()
+        self._poll.register(self._pg.socket, select.POLLIN)
+        self._notified: list[str] = []
+
+    def close(self) -> None:
+        """Close the connection; its bells and locks go with it."""
+        self._connection.close()
+
+    def exchange(self, runtime: int, flushes: Sequence[Flush], wanted: Sequence[Wanted]) -> Reply:
+        """Settle *flushes* and make the claims *wanted*, in one round trip, each in a transaction of its own.
+
+        Raises:
+            psycopg.OperationalError: The connection is lost; what became of the flush and the claims is unknown.
+            RuntimeGone: Somebody fenced this runtime.
+        """
+        number = struct.pack(">q", runtime)
+        for flush in flushes:
+            self._send(b"settle", [number, struct.pack(">q", flush.number), *flush.arrays])
+        for want in wanted:
+            self._send(
+                b"claim",
+                [want.queue.encode(), number, self._kinds, struct.pack(">i", want.limit), struct.pack(">i", want.arm)],
+            )
+        self._flush_out()
+        reply = Reply()
+        for flush in flushes:
+            settled = Settled(flush)
+            reply.settled.append(settled)
+            try:
+                settled.stale = [(_int(row[0]), _int(row[1])) for row in self._receive()]
+            except psycopg.OperationalError as error:
+                if self._pg.status != ConnStatus.OK:
+                    raise
+                settled.error = error
+            except psycopg.errors.UniqueViolation as error:
+                # the same flush was recorded before, and its acknowledgement lost
+                if not (error.diag.table_name or "").startswith("completions"):
+                    settled.error = error
+            except psycopg.Error as error:
+                settled.error = error
+        for want in wanted:
+            claimed = Claimed(want.queue)
+            reply.claims.append(claimed)
+            try:
+                rows = self._receive()
+            except psycopg.Error as error:
+                if self._pg.status != ConnStatus.OK:
+                    raise
+                claimed.error = error
+                continue
+            for row in rows:
+                flags = _int(row[0])
+                if row[1] is None:
+                    claimed.is_armed = bool(flags & ARMED)
+                    claimed.is_busy = bool(flags & BUSY)
+                    claimed.come_again = bool(flags & COME_AGAIN)
+                    continue
+                batch = decode_batch(row, runtime, want.queue, self._handlers)
+                claimed.batches.append(batch)
+                claimed.attempts += batch
+        for lost in (*(settled.error for settled in reply.settled), *(claimed.error for claimed in reply.claims)):
+            if lost is not None and lost.sqlstate == "AWA01":
+                raise RuntimeGone(
+                    f"runtime {runtime} was silent for too long and its attempts were rescued", runtime=runtime
+                ) from lost
+        return reply
+
+    def fetch_args(self, runtime: int, attempts: Sequence[Attempt]) -> None:
+        """Fetch the args that the claim left out because they are long."""
+        by_claim: dict[tuple[int, int], list[Attempt]] = {}
+        for attempt in attempts:
+            by_claim.setdefault((attempt.batch.claim_id, attempt.batch.slot), []).append(attempt)
+        for (claim_id, slot), members in by_claim.items():
+            found = {
+                _int(row[0]): row[1]
+                for row in self._ask(
+                    b"fetch",
+                    [
+                        struct.pack(">q", runtime),
+                        struct.pack(">q", claim_id),
+                        struct.pack(">h", slot),
+                        int2_array([attempt.idx for attempt in members]),
+                    ],
+                )
+            }
+            for attempt in members:
+                attempt.put_args(found[attempt.idx] or b"")
+
+    def give_up_bell(self, queue: str, *, ring: bool) -> None:
+        """Let somebody else answer for *queue*; with *ring*, wake who waits for it."""
+        self._ask(b"unlock", [queue.encode()])
+        if ring:
+            self._ask(b"ring", [queue.encode()])
+
+    def notifications(self) -> list[str]:
+        """The queues that were rung for since the last call; does not wait."""
+        self._pg.consume_input()
+        self._collect()
+        found, self._notified = self._notified, []
+        return found
+
+    def fileno(self) -> int:
+        """The socket, for select."""
+        return self._pg.socket
+
+    def _ask(self, name: bytes, params: list[bytes | None]) -> list[list[bytes | None]]:
+        self._send(name, params)
+        self._flush_out()
+        return self._receive()
+
+    def _send(self, name: bytes, params: Sequence[bytes | None]) -> None:
+        self._pg.send_query_prepared(
+            b"awa_" + name, params, param_formats=[Format.BINARY] * len(params), result_format=Format.BINARY
+        )
+        # A Sync behind every statement: without it they would be one transaction.
+        self._pg.pipeline_sync()
+
+    def _flush_out(self) -> None:
+        while self._pg.flush():
+            self._poll.modify(self._pg.socket, select.POLLIN | select.POLLOUT)
+            self._poll.poll(1000)
+            self._poll.modify(self._pg.socket, select.POLLIN)
+            self._pg.consume_input()
+
+    def _receive(self) -> list[list[bytes | None]]:
+        """The rows of the next statement, up to its Sync."""
+        rows: list[list[bytes | None]] = []
+        error: psycopg.Error | None = None
+        while True:
+            result = self._next_result()
+            if result is None:
+                continue
+            match result.status:
+                case ExecStatus.PIPELINE_SYNC:
+                    break
+                case ExecStatus.TUPLES_OK:
+                    columns = range(result.nfields)
+                    rows += [[result.get_value(row, column) for column in columns] for row in range(result.ntuples)]
+                case ExecStatus.FATAL_ERROR:
+                    error = psycopg.errors.error_from_result(result)
+                    if result.error_field(DiagnosticField.SQLSTATE) is None or self._pg.status != ConnStatus.OK:
+                        raise psycopg.OperationalError(str(error)) from error
+                case _:
+                    pass
+        self._collect()
+        if error is not None:
+            raise error
+        return rows
+
+    def _next_result(self) -> psycopg.pq.abc.PGresult | None:
+        until = time.monotonic() + REPLY_TIMEOUT
+        while self._pg.is_busy():
+            left = until - time.monotonic()
+            if left <= 0:
+                raise psycopg.OperationalError(f"the server has not answered for {REPLY_TIMEOUT:.0f} seconds")
+            if self._poll.poll(left * 1000):
+                self._pg.consume_input()
+        result = self._pg.get_result()
+        if result is None and self._pg.status != ConnStatus.OK:
+            raise psycopg.OperationalError("the connection is lost")
+        return result
+
+    def _collect(self) -> None:
+        while (notification := self._pg.notifies()) is not None:
+            self._notified.append(notification.extra.decode())
+
+
+def _int(data: bytes | None) -> int:
+    return int.from_bytes(data or b"", "big", signed=True)

@@ -1,0 +1,108 @@
+"""Connections: how they are opened, and the pool that an application's process shares."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import psycopg
+from psycopg import Connection
+
+from awa.errors import DatabaseNotFound
+
+if TYPE_CHECKING:
+    from psycopg_pool import ConnectionPool
+
+# What the network does not tell: a server that vanished is noticed within about half a minute.
+_DEFAULTS = {
+    "connect_timeout": "10",
+    "keepalives_idle": "15",
+    "keepalives_interval": "5",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "30000",
+}
+
+# Claims, settles and fences read what was committed before each statement, whatever the role's default says.
+_SESSION = "SET SESSION CHARACTERISTICS AS TRANSACTION ISOLATION LEVEL READ COMMITTED"
+
+
+def connect(conninfo: str, *, name: str) -> Connection:
+    """A connection of the library's own: autocommit, READ COMMITTED.
+
+    Args:
+        name: What it is for, as ``pg_stat_activity`` shows it after ``awa``.
+
+    Raises:
+        DatabaseNotFound: No server answers there; the cause is psycopg's error.
+    """
+    given = psycopg.conninfo.conninfo_to_dict(conninfo)
+    extra = {key: value for key, value in _DEFAULTS.items() if key not in given}
+    extra.setdefault("application_name", f"awa {name}")
+    try:
+        connection: Connection = psycopg.connect(conninfo, autocommit=True, **extra)
+    except psycopg.OperationalError as error:
+        host = given.get("host") or given.get("hostaddr") or "the default socket"
+        raise DatabaseNotFound(
+            f"no database answers at {host} (port {given.get('port') or 'default'}): {str(error).strip()}"
+        ) from error
+    connection.execute(_SESSION)
+    return connection
+
+
+class Pool:
+    """Connections for one process's inserts and handlers, opened when first used.
+
+    A process that was forked starts with an empty pool of its own; it never touches the sockets of its parent.
+
+    Args:
+        size: Most connections that are open at once.
+    """
+
+    def __init__(self, conninfo: str, *, size: int = 10) -> None:
+        self._conninfo = conninfo
+        self._size = size
+        self._lock = threading.Lock()
+        self._pool: ConnectionPool | None = None  # guarded by _lock
+        self._pid = 0  # guarded by _lock
+
+    def _mine(self) -> ConnectionPool:
+        pool = self._pool
+        if pool is not None and self._pid == os.getpid():
+            return pool
+        # psycopg_pool costs some milliseconds to import; a program that only declares tasks does not pay them.
+        from psycopg_pool import ConnectionPool
+
+        with self._lock:
+            if self._pool is None or self._pid != os.getpid():
+                self._pool = ConnectionPool(
+                    self._conninfo,
+                    min_size=1,
+                    max_size=self._size,
+                    kwargs={"autocommit": True, "application_name": "awa client"},
+                    configure=_configure,
+                    open=True,
+                    name=f"awa-{os.getpid()}",
+                )
+                self._pid = os.getpid()
+            return self._pool
+
+    @contextmanager
+    def connection(self) -> Iterator[Connection]:
+        """Borrow a connection in autocommit mode; a transaction that was left open is rolled back on return."""
+        with self._mine().connection() as connection:
+            yield connection
+
+    def close(self) -> None:
+        """Close every connection of this process. The pool opens again when it is used again."""
+        with self._lock:
+            pool, self._pool = self._pool, None
+            mine = self._pid == os.getpid()
+        if pool is not None and mine:
+            pool.close()
+
+
+def _configure(connection: Connection) -> None:
+    connection.execute(_SESSION)

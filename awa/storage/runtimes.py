@@ -1,0 +1,203 @@
+"""Starts of worker processes: registration, signs of life, fences, and who leads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from uuid import UUID
+
+from psycopg import Connection
+from psycopg.rows import class_row, scalar_row
+
+from awa.storage.schema import Schema
+
+REGISTER = """
+    INSERT INTO awa.runtime_instances (uuid, hostname, pid, version, queues, heartbeat_ms)
+    VALUES (%(uuid)s, %(hostname)s, %(pid)s, %(version)s, %(queues)s::json, %(heartbeat_ms)s)
+    RETURNING id
+"""
+
+
+def register(
+    conn: Connection,
+    schema: Schema,
+    *,
+    uuid: UUID,
+    hostname: str,
+    pid: int,
+    version: str,
+    queues: str,
+    heartbeat: float,
+) -> int:
+    """Write the row of a worker that starts, and return its number.
+
+    Args:
+        queues: What it serves, as JSON.
+        heartbeat: Seconds between its signs of life.
+    """
+    with conn.cursor(row_factory=scalar_row) as cursor:
+        cursor.execute(
+            schema.sql(REGISTER),
+            {
+                "uuid": uuid,
+                "hostname": hostname,
+                "pid": pid,
+                "version": version,
+                "queues": queues,
+                "heartbeat_ms": round(heartbeat * 1000),
+            },
+        )
+        found = cursor.fetchone()
+    assert isinstance(found, int)
+    return found
+
+
+HEARTBEAT = """
+    UPDATE awa.runtime_instances r
+       SET last_seen_at = clock_timestamp(), newest_claim = %(newest_claim)s, open_claims = %(open_claims)s
+     WHERE r.id = %(runtime)s
+       AND NOT EXISTS (SELECT FROM awa.gone_runtimes g WHERE g.runtime = r.id)
+    RETURNING true
+"""
+
+
+def heartbeat(conn: Connection, schema: Schema, runtime: int, *, newest_claim: int, open_claims: Sequence[int]) -> bool:
+    """Give a sign of life; False when this runtime is gone.
+
+    Args:
+        newest_claim: The newest claim it has received. A rescuer takes every claim above it for open.
+        open_claims: The older claims of which a member is open.
+    """
+    with conn.cursor(row_factory=scalar_row) as cursor:
+        cursor.execute(
+            schema.sql(HEARTBEAT),
+            {"runtime": runtime, "newest_claim": newest_claim, "open_claims": list(open_claims)},
+        )
+        return cursor.fetchone() is not None
+
+
+LEAVE = """
+    UPDATE awa.runtime_instances
+       SET last_seen_at = clock_timestamp(), ended_at = clock_timestamp(), newest_claim = %(newest_claim)s,
+           open_claims = '{}'
+     WHERE id = %(runtime)s
+"""
+
+
+def leave(conn: Connection, schema: Schema, runtime: int, *, newest_claim: int) -> None:
+    """Say that this runtime has ended and that nothing of it is open."""
+    conn.execute(schema.sql(LEAVE), {"runtime": runtime, "newest_claim": newest_claim})
+
+
+@dataclass(frozen=True, slots=True)
+class Silent:
+    """A runtime that has not been heard for too long, or whose rescue is not finished."""
+
+    runtime: int
+    """Its number."""
+    hostname: str
+    """Where it ran."""
+    pid: int
+    """Its process there."""
+    silent_seconds: float
+    """Since its last sign of life."""
+    is_gone: bool
+    """It is fenced already."""
+
+
+LIST_SILENT = """
+    SELECT r.id AS runtime, r.hostname, r.pid,
+           extract(epoch FROM clock_timestamp() - r.last_seen_at)::double precision AS silent_seconds,
+           g.runtime IS NOT NULL AS is_gone
+      FROM awa.runtime_instances r
+      LEFT JOIN awa.gone_runtimes g ON g.runtime = r.id
+     WHERE r.ended_at IS NULL
+       AND (g.runtime IS NOT NULL OR r.last_seen_at < clock_timestamp() - %(stale_after)s * interval '1 s')
+     ORDER BY r.id
+"""
+
+
+def list_silent(conn: Connection, schema: Schema, *, stale_after: float) -> list[Silent]:
+    """Runtimes to fence and rescue: silent for *stale_after* seconds, or fenced with attempts that are still open."""
+    with conn.cursor(row_factory=class_row(Silent)) as cursor:
+        return cursor.execute(schema.sql(LIST_SILENT), {"stale_after": stale_after}).fetchall()
+
+
+FENCE = "SELECT awa.fence_v1(%(runtime)s, %(stale_after)s)"
+
+
+def fence(conn: Connection, schema: Schema, runtime: int, *, stale_after: float) -> bool:
+    """Refuse every later write of a silent runtime. False: it was heard, or is writing just now; try again later.
+
+    Source: migrations/0004_rescue.sql.
+    """
+    with conn.cursor(row_factory=scalar_row) as cursor:
+        return bool(cursor.execute(schema.sql(FENCE), {"runtime": runtime, "stale_after": stale_after}).fetchone())
+
+
+@dataclass(frozen=True, slots=True)
+class Rescued:
+    """What one call of :func:`rescue` did."""
+
+    found: int
+    """Open attempts it looked at."""
+    ended: int
+    """Attempts it took back."""
+    blocked: int
+    """Attempts that could not be taken now."""
+
+
+RESCUE = "SELECT found, ended, blocked FROM awa.rescue_v1(%(runtime)s, %(limit)s, %(skip)s)"
+
+
+def rescue(conn: Connection, schema: Schema, runtime: int, *, limit: int, skip: int = 0) -> Rescued:
+    """Take back up to *limit* open attempts of a fenced runtime, beyond the first *skip*.
+
+    Source: migrations/0004_rescue.sql.
+    """
+    with conn.cursor(row_factory=class_row(Rescued)) as cursor:
+        found = cursor.execute(schema.sql(RESCUE), {"runtime": runtime, "limit": limit, "skip": skip}).fetchone()
+    assert found is not None
+    return found
+
+
+FINISH = "UPDATE awa.runtime_instances SET ended_at = clock_timestamp() WHERE id = %(runtime)s AND ended_at IS NULL"
+
+
+def finish(conn: Connection, schema: Schema, runtime: int) -> None:
+    """Note that nothing of a fenced runtime is left to rescue."""
+    conn.execute(schema.sql(FINISH), {"runtime": runtime})
+
+
+HOLD_LEASE = """
+    INSERT INTO awa.leases AS l (name, runtime, expires_at)
+    VALUES (%(name)s, %(runtime)s, clock_timestamp() + %(seconds)s * interval '1 s')
+        ON CONFLICT (name) DO UPDATE
+       SET runtime = excluded.runtime, expires_at = excluded.expires_at,
+           epoch = CASE WHEN l.runtime = excluded.runtime AND l.expires_at > clock_timestamp() THEN l.epoch
+                        ELSE l.epoch + 1 END,
+           acquired_at = CASE WHEN l.runtime = excluded.runtime AND l.expires_at > clock_timestamp() THEN l.acquired_at
+                              ELSE clock_timestamp() END
+     WHERE l.runtime = excluded.runtime OR l.expires_at <= clock_timestamp()
+    RETURNING extract(epoch FROM clock_timestamp() - acquired_at)::double precision
+"""
+
+
+def hold_lease(conn: Connection, schema: Schema, name: str, runtime: int, *, seconds: float) -> float | None:
+    """Take or renew the lease *name* for *seconds*.
+
+    Returns:
+        For how many seconds this runtime has held it without a gap, or None when another holds it.
+    """
+    with conn.cursor(row_factory=scalar_row) as cursor:
+        cursor.execute(schema.sql(HOLD_LEASE), {"name": name, "runtime": runtime, "seconds": seconds})
+        held = cursor.fetchone()
+    return None if held is None else max(float(held), 0.0)
+
+
+DROP_LEASE = "UPDATE awa.leases SET expires_at = clock_timestamp() WHERE name = %(name)s AND runtime = %(runtime)s"
+
+
+def drop_lease(conn: Connection, schema: Schema, name: str, runtime: int) -> None:
+    """Let another runtime take the lease at once."""
+    conn.execute(schema.sql(DROP_LEASE), {"name": name, "runtime": runtime})

@@ -1,0 +1,92 @@
+"""``python -m awa.worker MODULE[:NAME]``: load an application and run its jobs until told to stop."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from types import ModuleType
+
+import click
+
+from awa.cli import reporting
+from awa.client import Client
+from awa.config import load_settings
+from awa.errors import ConfigError
+from awa.worker import logs
+
+
+def find_client(target: str) -> Client:
+    """The client that *target* names: ``MODULE:NAME``, or the only one of ``MODULE``.
+
+    Raises:
+        ConfigError: The module cannot be imported, or does not have just one client.
+    """
+    module_name, _, name = target.partition(":")
+    module = _load(module_name)
+    if name:
+        found = getattr(module, name, None)
+        if not isinstance(found, Client):
+            raise ConfigError(f"{target} is {_what(found)}, not an awa.Client{_choice(module)}")
+        return found
+    clients = _clients(module)
+    if len(set(map(id, clients.values()))) != 1:
+        raise ConfigError(f"module {module_name} has {len(clients) or 'no'} awa.Client at its top level{_choice(module)}")
+    return next(iter(clients.values()))
+
+
+def _load(name: str) -> ModuleType:
+    if not name:
+        raise ConfigError("no module is named: give MODULE or MODULE:NAME, such as app.jobs")
+    # as `python -m` does for a module of the current directory
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            raise ConfigError(
+                f"there is no module {error.name}: give the dotted name that Python imports, from this directory"
+            ) from error
+        raise
+
+
+def _clients(module: ModuleType) -> dict[str, Client]:
+    return {name: value for name, value in vars(module).items() if isinstance(value, Client)}
+
+
+def _choice(module: ModuleType) -> str:
+    names = ", ".join(f"{module.__name__}:{name}" for name in _clients(module))
+    return f": give one of {names}" if names else ""
+
+
+def _what(value: object) -> str:
+    return "missing" if value is None else f"a {type(value).__name__}"
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("target", metavar="MODULE[:NAME]")
+@click.option("--queue", "queues", metavar="NAME[:MAX]", multiple=True, help="A queue to serve; repeatable.")
+@click.option("--threads", metavar="N", help="Handlers that run at once.")
+@click.option("--poll-interval", metavar="SECONDS", help="Longest wait when no wake-up comes.")
+@click.option("--heartbeat", metavar="SECONDS", help="Between signs of life.")
+@click.option("--stale-after", metavar="SECONDS", help="Silence after which a worker is taken for dead.")
+@click.option("--shutdown-timeout", metavar="SECONDS", help="Grace time of running handlers.")
+@click.option("--log-format", metavar="text|json", help="How logs are written.")
+@click.option("--log-level", metavar="LEVEL", help="debug, info, warning or error.")
+@reporting
+def main(target: str, queues: tuple[str, ...], **flags: str | None) -> None:
+    """Import MODULE and run the jobs of its awa.Client until SIGTERM or SIGINT.
+
+    Every option is also an environment variable, AWA_THREADS for --threads.
+    """
+    given: dict[str, object] = {name: value for name, value in flags.items() if value is not None}
+    if queues:
+        given["queues"] = queues
+    settings = load_settings(flags=given)
+    logs.configure(log_format=settings.log_format, level=settings.log_level)
+    find_client(target).worker(flags=given).run()
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m awa.worker")

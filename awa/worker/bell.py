@@ -1,0 +1,94 @@
+"""When an idle worker waits, for how long, and whether it asks to be woken.
+
+The bell of a queue is an advisory lock. Its holder is notified of inserts; a producer that can have the lock knows that
+nobody waits and notifies nobody. States of one worker process:
+
+    hot       jobs arrive faster than notifications pay: no bell, a claim every 2 ms
+    armed     it holds the bells of its queues and sleeps; polls find what was inserted before the arming and
+              committed after it, each after a quarter of the time since
+    unarmed   another process holds a bell, or bells are off: it polls, more and more slowly, and tries to arm
+
+Disarming goes by the rate of arrivals. Going by the size of batches would lock in: notifications slow the producers
+down, the batches stay small, and nobody ever disarms.
+"""
+
+from __future__ import annotations
+
+import math
+
+FIRST_POLL = 0.002
+"""Seconds from the last job, or from the arming, to the first poll."""
+
+PACE = 0.002
+"""Seconds between claims while hot."""
+
+RATE_MEMORY = 0.03
+"""Seconds over which the rate of arrivals is forgotten."""
+
+HOT_RATE = 2500.0
+"""Jobs a second above which the bell is given up; below half of it, it is taken again."""
+
+
+class Bell:
+    """The policy; it sends nothing and reads no clock.
+
+    Args:
+        queues: What the process serves.
+        poll_interval: Longest wait in seconds.
+        use_bells: False polls only.
+    """
+
+    def __init__(self, queues: tuple[str, ...], *, poll_interval: float, use_bells: bool) -> None:
+        self._queues = queues
+        self._poll_interval = poll_interval
+        self._use_bells = use_bells
+        self._rate = 0.0
+        self._rate_at = 0.0
+        self._gap = FIRST_POLL
+        self._armed_at = 0.0
+        self._next_try = 0.0
+        self.armed: set[str] = set()
+        """Queues whose bell this process holds."""
+        self.is_hot = False
+        """Jobs arrive faster than notifications pay."""
+
+    def lost(self) -> None:
+        """The connection is gone, and the bells with it."""
+        self.armed.clear()
+        self._gap = FIRST_POLL
+        self._next_try = 0.0
+
+    def arrived(self, count: int, now: float) -> None:
+        """Note that a claim brought *count* jobs."""
+        self._rate = self._rate * math.exp(-(now - self._rate_at) / RATE_MEMORY) + count / RATE_MEMORY
+        self._rate_at = now
+        self.is_hot = self._rate > (HOT_RATE / 2 if self.is_hot else HOT_RATE)
+        if count:
+            self._gap = FIRST_POLL
+            self._next_try = 0.0
+
+    def took(self, queue: str, now: float) -> None:
+        """Note that the bell of *queue* was taken."""
+        if not self.armed:
+            self._armed_at = now
+        self.armed.add(queue)
+
+    @property
+    def is_armed(self) -> bool:
+        """Whether it holds the bells of all its queues."""
+        return len(self.armed) == len(self._queues)
+
+    def next_wait(self, now: float) -> tuple[float, bool]:
+        """After a claim that found nothing: seconds to wait, and whether the next claim should try the bells."""
+        if self.is_hot:
+            return PACE, False
+        if self.is_armed:
+            return min(self._poll_interval, max(FIRST_POLL, (now - self._armed_at) * 0.25)), False
+        if not self._use_bells:
+            wait, self._gap = self._gap, min(self._gap * 1.25, self._poll_interval)
+            return wait, False
+        if now >= self._next_try:
+            self._next_try = now + self._gap
+            self._gap = min(self._gap * 1.5, self._poll_interval)
+            return 0.0, True
+        return self._next_try - now, True

@@ -1,0 +1,356 @@
+"""Leading: one thread at a time settles what has ended, claims what comes next, and waits when there is nothing.
+
+Whichever worker thread holds the LEAD token runs :meth:`Claimer.lead`. Only the leader touches the claim connection.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import select
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import psycopg
+
+from awa._core import Attempt, Crew, Flush, Handler, Outcomes
+from awa.config import QueueSpec
+from awa.errors import AwaError, RuntimeGone
+from awa.storage import jobs
+from awa.storage.line import Line, Reply, Wanted
+from awa.storage.pool import connect
+from awa.storage.schema import Schema
+from awa.worker.bell import FIRST_POLL, PACE, Bell
+
+log = logging.getLogger("awa.worker")
+
+MAX_BATCH = 1000
+"""Most attempts of one claim."""
+
+WORK_AHEAD = 0.075
+"""Seconds of work, by the measured run time, that a process claims ahead."""
+
+FLUSH_AFTER = 0.004
+"""Seconds after which an outcome is recorded even when nothing is to be claimed."""
+
+SLOW = 0.005
+"""Mean seconds of a job above which a thread that runs one counts as taken."""
+
+PASSING = frozenset({"55P03", "40001", "40P01"})
+"""SQLSTATEs of a claim that met somebody else's short lock: try again."""
+
+DOUBT_PAUSE = 0.25
+"""Seconds between questions about a handler's own transaction that is still open."""
+
+
+class Claimer:
+    """Settles and claims for one worker process.
+
+    Args:
+        identity: Gives the number of this runtime; it changes when the process was taken for dead and registers anew.
+        on_gone: Called when this runtime turns out to be gone; registers anew.
+    """
+
+    def __init__(
+        self,
+        *,
+        conninfo: str,
+        schema: Schema,
+        queues: Sequence[QueueSpec],
+        handlers: Mapping[str, Handler],
+        outcomes: Outcomes,
+        threads: int,
+        poll_interval: float,
+        notify: bool,
+        identity: Callable[[], int],
+        on_gone: Callable[[], None],
+    ) -> None:
+        self._conninfo = conninfo
+        self._schema = schema
+        self._queues = list(queues)
+        self._handlers = handlers
+        self._outcomes = outcomes
+        self._threads = threads
+        self._identity = identity
+        self._on_gone = on_gone
+        self._bell = Bell(tuple(spec.name for spec in queues), poll_interval=poll_interval, use_bells=notify)
+        self._line: Line | None = None
+        self._is_in_doubt = False
+        self._pending: list[Flush] = []
+        self._doubt_at = 0.0
+        self._failures = 0
+        self._last_claim = 0.0
+        self._last_full = False
+        self._wake_out, self._wake_in = socket.socketpair()
+        self._wake_out.setblocking(False)
+        self._wake_in.setblocking(False)
+        self.crew: Crew
+        self.is_stopping = False
+        self.stale = 0
+        """Outcomes that were refused, since their attempts had been taken over."""
+
+    def poke(self) -> None:
+        """Wake the leader, from any thread or signal handler."""
+        try:
+            self._wake_in.send(b"x")
+        except (BlockingIOError, OSError):
+            pass  # it has been poked already, or is closed
+
+    def lead(self) -> None:
+        """Do one leader's term: returns when there is something to run, or nobody claims any more."""
+        attempts: list[Attempt] = []
+        while not self.is_stopping:
+            try:
+                attempts = self._term()
+                self._failures = 0
+                break
+            except RuntimeGone as error:
+                log.warning("%s", error)
+                self._forget()
+                self._try(self._on_gone)
+            except Exception as error:
+                self._failures += 1
+                delay = min(0.05 * 2 ** min(self._failures, 7), 5.0) * random.uniform(0.5, 1.0)
+                log.log(
+                    logging.WARNING if isinstance(error, (psycopg.Error, AwaError)) else logging.ERROR,
+                    "claiming failed, again in %.1f s: %s: %s",
+                    delay,
+                    type(error).__name__,
+                    str(error).strip(),
+                    exc_info=not isinstance(error, (psycopg.Error, AwaError)),
+                )
+                self._sleep(delay)
+        if self.is_stopping:
+            for attempt in attempts:
+                self._outcomes.add(attempt, "released")
+            self.crew.rest()
+            return
+        # Many at once: somebody comes back for more while the rest of the batch runs.
+        half = len(attempts) // 2 if len(attempts) >= 2 * self._threads else len(attempts)
+        self.crew.refill(attempts, half)
+
+    def flush(self) -> bool:
+        """Record what has been noted, without claiming; whether everything is recorded. For the shutdown."""
+        if not self.crew.take_lead():
+            return False
+        try:
+            self._exchange(())
+        except RuntimeGone:
+            self._forget()
+        except (psycopg.Error, AwaError) as error:
+            log.warning("recording failed: %s", str(error).strip())
+        finally:
+            self.crew.rest()
+        return not self._pending and not self._outcomes.count
+
+    def close(self) -> None:
+        """Close the connection and the wake-up socket."""
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+        self._wake_in.close()
+        self._wake_out.close()
+
+    def _try(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            log.warning("registering anew failed: %s: %s", type(error).__name__, str(error).strip())
+            self._sleep(0.5)
+
+    def _term(self) -> list[Attempt]:
+        bell = self._bell
+        arm = False
+        while not self.is_stopping:
+            if bell.is_hot and not self._last_full:
+                self._sleep(self._last_claim + PACE - time.monotonic())
+            reply = self._exchange(self._wanted(arm))
+            arm = False
+            now = self._last_claim = time.monotonic()
+            attempts = [attempt for claimed in reply.claims for attempt in claimed.attempts]
+            bell.arrived(len(attempts), now)
+            for claimed in reply.claims:
+                if claimed.is_armed:
+                    bell.took(claimed.queue, now)
+            if attempts:
+                self._settle_bells(len(attempts))
+                return attempts
+            if self.crew.waiting > 0:
+                return []  # others have work; the token waits behind it
+            if any(claimed.come_again for claimed in reply.claims):
+                continue
+            if any(claimed.is_busy for claimed in reply.claims):
+                self._rest(FIRST_POLL * random.uniform(0.5, 1.5))
+                continue
+            wait, arm = bell.next_wait(now)
+            if wait > 0 and not (bell.is_hot and self._outcomes.count):
+                self._rest(wait)
+        return []
+
+    def _wanted(self, arm: bool) -> list[Wanted]:
+        crew = self.crew
+        buffered = crew.waiting
+        free = max(self._threads - crew.busy(), 1)
+        ahead = free
+        if crew.mean_seconds >= 0:
+            ahead = max(free, int(self._threads * WORK_AHEAD / max(crew.mean_seconds, 1e-6)))
+        limit = min(MAX_BATCH, ahead) - buffered
+        if limit <= 0:
+            return []
+        self._queues.append(self._queues.pop(0))  # each is first in turn
+        share = max(1, limit // len(self._queues))
+        wanted = []
+        for spec in self._queues:
+            room = min(share, limit)
+            if spec.max_workers is not None:
+                room = min(room, spec.max_workers - self._outcomes.unfinished(spec.name))
+            if room > 0:
+                limit -= room
+                wanted.append(Wanted(spec.name, room, arm and spec.name not in self._bell.armed))
+        return wanted
+
+    def _exchange(self, wanted: Sequence[Wanted]) -> Reply:
+        """One round trip; the attempts that it claimed are open, and everything it settled is closed."""
+        line = self._connected()
+        runtime = self._identity()
+        now = time.monotonic()
+        outcomes = self._outcomes
+        if outcomes.count and (
+            self._bell.is_hot
+            or self.is_stopping
+            or now - outcomes.oldest >= FLUSH_AFTER
+            or self.crew.mean_seconds > FLUSH_AFTER
+        ):
+            self._pending += outcomes.take(runtime)
+        flushes = [flush for flush in self._pending if not flush.is_doubtful or now >= self._doubt_at]
+        if not flushes and not wanted:
+            return Reply()
+        try:
+            reply = line.exchange(runtime, flushes, wanted)
+            self._note_settled(reply)
+            for claimed in reply.claims:
+                for batch in claimed.batches:
+                    outcomes.opened(batch)
+            long = [a for claimed in reply.claims for a in claimed.attempts if not a.has_args]
+            if long:
+                line.fetch_args(runtime, long)
+        except psycopg.OperationalError:
+            self._lose_line()
+            raise
+        self._last_full = any(
+            len(claimed.attempts) >= want.limit for claimed, want in zip(reply.claims, wanted, strict=True)
+        )
+        for claimed in reply.claims:
+            if claimed.error is None:
+                continue
+            if claimed.error.sqlstate not in PASSING:
+                raise claimed.error
+            claimed.is_busy = True
+        return reply
+
+    def _note_settled(self, reply: Reply) -> None:
+        for settled in reply.settled:
+            flush = settled.flush
+            if settled.error is None:
+                self._pending.remove(flush)
+                self._outcomes.acknowledged(flush)
+                # A doubtful end that is refused stands already: the handler's own transaction committed it.
+                if settled.stale and not flush.is_doubtful:
+                    self.stale += len(settled.stale)
+                    log.warning("%d outcomes were refused: their attempts had been taken over", len(settled.stale))
+            elif settled.error.sqlstate == "AWA01":
+                continue  # exchange raises RuntimeGone
+            elif flush.is_doubtful:
+                self._doubt_at = time.monotonic() + DOUBT_PAUSE
+            else:
+                log.warning("recording %d outcomes failed, they are kept: %s", flush.count, settled.error)
+
+    def _connected(self) -> Line:
+        if self._line is None:
+            if self._is_in_doubt:
+                with connect(self._conninfo, name="recovery") as connection:
+                    released = jobs.release_unknown_claims(
+                        connection, self._schema, self._identity(), newest=self._outcomes.newest_claim
+                    )
+                if released is None:
+                    raise psycopg.OperationalError("the lost connection's last transaction has not ended")
+                if released:
+                    log.info("released %d attempts whose claim was answered to nobody", released)
+            self._line = Line(self._conninfo, self._schema, self._handlers)
+            self._is_in_doubt = False
+        return self._line
+
+    def _lose_line(self) -> None:
+        self._bell.lost()
+        self._is_in_doubt = True
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+
+    def _forget(self) -> None:
+        """This runtime is gone: its attempts are somebody else's now."""
+        for attempt in self.crew.running:
+            if attempt is not None:
+                attempt.is_cancelled = True
+        self.crew.drain()
+        self._outcomes.clear()
+        self._pending.clear()
+
+    def _settle_bells(self, count: int) -> None:
+        """With work at hand: give the bells up when jobs pour in, or when no thread is left to answer."""
+        bell = self._bell
+        if not bell.armed or self._line is None:
+            return
+        mean = self.crew.mean_seconds
+        is_saturated = (mean < 0 or mean > SLOW) and self.crew.busy() + count >= self._threads
+        if bell.is_hot or is_saturated:
+            for queue in list(bell.armed):
+                self._line.give_up_bell(queue, ring=is_saturated)
+            bell.lost()
+
+    def _rest(self, seconds: float) -> None:
+        """Sleep until an insert rings, a thread has finished and its outcome is due, or the time has passed."""
+        crew, outcomes, line = self.crew, self._outcomes, self._line
+        until = time.monotonic() + seconds
+        if line is None:
+            self._sleep(seconds)
+            return
+        while not self.is_stopping:
+            if outcomes.count:
+                until = min(until, outcomes.oldest + FLUSH_AFTER)
+            crew.is_asleep = True
+            if outcomes.count and outcomes.oldest + FLUSH_AFTER < until:
+                crew.is_asleep = False
+                continue  # noted between the look and the sleep
+            left = until - time.monotonic()
+            if left <= 0 or self._is_rung(line):
+                break
+            self._poll(left, line)
+            if self._is_rung(line):
+                break
+        crew.is_asleep = False
+
+    def _is_rung(self, line: Line) -> bool:
+        try:
+            return any(queue in self._bell.armed for queue in line.notifications())
+        except psycopg.OperationalError:
+            self._lose_line()
+            raise
+
+    def _sleep(self, seconds: float) -> None:
+        """Sleep, unless poked."""
+        if seconds > 0:
+            self._poll(seconds, None)
+
+    def _poll(self, seconds: float, line: Line | None) -> None:
+        poll = select.poll()  # not select(): an application may have more than 1,024 files open
+        poll.register(self._wake_out, select.POLLIN)
+        if line is not None:
+            poll.register(line.fileno(), select.POLLIN)
+        poll.poll(seconds * 1000)
+        try:
+            while self._wake_out.recv(4096):
+                pass
+        except (BlockingIOError, OSError):
+            pass

@@ -1,0 +1,46 @@
+"""Who this process is in the database: one runtime, registered anew when it was taken for dead."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import uuid
+
+import orjson
+
+from awa.config import Settings
+from awa.storage import runtimes
+from awa.storage.pool import connect
+from awa.storage.schema import Schema
+
+
+class Identity:
+    """The number of this runtime."""
+
+    def __init__(self, conninfo: str, schema: Schema, settings: Settings, version: str) -> None:
+        self._conninfo = conninfo
+        self._schema = schema
+        self._settings = settings
+        self._version = version
+        self._lock = threading.Lock()
+        self._number = 0  # guarded by _lock; read without it
+
+    def __call__(self) -> int:
+        """The number; 0 before the first registration."""
+        return self._number
+
+    def register(self) -> None:
+        """Write a new row for this process and go by its number from now on."""
+        queues = [{"name": spec.name, "max_workers": spec.max_workers} for spec in self._settings.queues]
+        with self._lock, connect(self._conninfo, name="registration") as connection:
+            self._number = runtimes.register(
+                connection,
+                self._schema,
+                uuid=uuid.uuid4(),
+                hostname=socket.gethostname(),
+                pid=os.getpid(),
+                version=self._version,
+                queues=orjson.dumps(queues).decode(),
+                heartbeat=self._settings.heartbeat,
+            )

@@ -1,0 +1,57 @@
+"""Who runs maintenance: one runtime at a time, by a lease that it renews."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from psycopg import Connection
+
+from awa.storage import runtimes
+from awa.storage.schema import Schema
+
+log = logging.getLogger("awa.maintenance")
+
+LEASE = "maintenance"
+
+
+class Leadership:
+    """The lease of maintenance, as this runtime sees it. It lasts two heartbeats by the database's clock.
+
+    What must not happen twice is unique in the database, so a leader that does not know yet that it has been
+    replaced does no harm.
+    """
+
+    def __init__(self, schema: Schema, *, heartbeat: float, identity: Callable[[], int]) -> None:
+        self._schema = schema
+        self._seconds = 2 * heartbeat
+        self._renew_every = heartbeat / 2
+        self._identity = identity
+        self._renew_at = 0.0
+        self._runtime = 0
+        self.held_seconds: float | None = None
+        """For how long this runtime has led without a gap, as of the last renewal; None when another leads."""
+
+    def renew(self, conn: Connection) -> bool:
+        """Take or renew the lease when it is time to; whether this runtime leads."""
+        now = time.monotonic()
+        if now >= self._renew_at or self._runtime != self._identity():
+            was_leading = self.held_seconds is not None
+            self._runtime = self._identity()
+            self.held_seconds = runtimes.hold_lease(conn, self._schema, LEASE, self._runtime, seconds=self._seconds)
+            self._renew_at = now + self._renew_every
+            if (self.held_seconds is not None) != was_leading:
+                log.info("this worker %s maintenance", "leads" if self.held_seconds is not None else "no longer leads")
+        return self.held_seconds is not None
+
+    @property
+    def seconds_to_renewal(self) -> float:
+        """Until the lease wants to be renewed, or to be tried again."""
+        return max(self._renew_at - time.monotonic(), 0.0)
+
+    def drop(self, conn: Connection) -> None:
+        """Let another take over at once."""
+        if self.held_seconds is not None:
+            runtimes.drop_lease(conn, self._schema, LEASE, self._runtime)
+            self.held_seconds = None

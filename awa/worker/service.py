@@ -1,0 +1,98 @@
+"""The start / wake / step / stop base that every background thread of a worker shares."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+
+log = logging.getLogger("awa.worker")
+
+BACKOFF_CAP = 5.0
+"""Most seconds between two tries of a step that keeps failing."""
+
+
+class Service:
+    """A thread that does one round after the other.
+
+    Subclasses give ``step() -> float``: do one round, return the seconds until the next; and may give ``close()``,
+    which runs in the thread when it ends and after each failed step, to drop a connection that may be broken.
+
+    Args:
+        name: Shown in stack dumps and logs.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.failures = 0
+        """Steps that failed in a row."""
+        self.last_round = time.monotonic()
+        """When a step last succeeded, by the monotonic clock."""
+        self.is_stopping = False
+        self._event = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin; once."""
+        self._thread = threading.Thread(target=self._run, name=f"awa-{self.name}", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Do the next round now."""
+        self._event.set()
+
+    def stop(self, timeout: float) -> bool:
+        """Ask the thread to end and wait up to *timeout* seconds; whether it has ended. Safe before start and twice."""
+        self.is_stopping = True
+        self.wake()
+        if self._thread is None or self._thread is threading.current_thread():
+            return True
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def step(self) -> float:
+        """Do one round; return the seconds until the next."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of what the thread holds."""
+
+    def wait(self, seconds: float) -> None:
+        """Sleep until :meth:`wake`, :meth:`stop`, or the time has passed."""
+        self._event.wait(seconds)
+        self._event.clear()
+
+    def _run(self) -> None:
+        while not self.is_stopping:
+            try:
+                delay = self.step()
+                self.failures = 0
+                self.last_round = time.monotonic()
+            except Exception as error:
+                self.failures += 1
+                delay = min(0.1 * 2 ** min(self.failures, 10), BACKOFF_CAP) * random.uniform(0.5, 1.0)
+                log.log(
+                    logging.WARNING if self.failures < 5 else logging.ERROR,
+                    "%s failed, again in %.1f s: %s: %s",
+                    self.name,
+                    delay,
+                    type(error).__name__,
+                    str(error).strip(),
+                    exc_info=log.isEnabledFor(logging.DEBUG),
+                )
+                self._close_quietly()
+            if delay > 0 and not self.is_stopping:
+                self.wait(delay)
+        self._close_quietly()
+
+    def _close_quietly(self) -> None:
+        try:
+            self.close()
+        except Exception as error:
+            log.debug("%s could not close: %s", self.name, error)

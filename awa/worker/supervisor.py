@@ -1,0 +1,295 @@
+"""One worker process: starts its threads, stops them in order, owns its signals.
+
+Shutdown, in this order: no new claims; what has not started is released; handlers get the grace time; what they came to
+is recorded; the heartbeat stops last, so that nobody takes this runtime for dead meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType, TracebackType
+from typing import Self
+
+import psycopg
+
+from awa._core import Crew, Handler, Outcomes
+from awa.config import Settings
+from awa.errors import AwaError, ConfigError, ShutdownTimeout
+from awa.job import Outcome
+from awa.registry import Registry
+from awa.storage import runtimes
+from awa.storage.migrate import check_schema
+from awa.storage.pool import connect
+from awa.storage.schema import Schema
+from awa.worker.attempt import Attempts
+from awa.worker.claimer import Claimer
+from awa.worker.heartbeat import Heartbeat
+from awa.worker.identity import Identity
+from awa.worker.maintenance.loop import Maintenance
+from awa.worker.maintenance.promote import Promote
+from awa.worker.maintenance.rescue import Rescue
+from awa.worker.service import Service
+
+log = logging.getLogger("awa.worker")
+
+Hook = Callable[[], object]
+
+
+def make_handlers(registry: Registry) -> dict[str, Handler]:
+    """One handler per kind, aliases included.
+
+    Raises:
+        ConfigError: There is no task.
+    """
+    handlers = {}
+    for kind in registry.kinds:
+        task = registry.get(kind)
+        handlers[kind] = Handler(kind, task.func, task.codec.load, is_typed=task.is_typed, options=task.options)
+    if not handlers:
+        raise ConfigError("no task is declared: decorate a function with @client.task() in the module that is loaded")
+    return handlers
+
+
+class Worker:
+    """Runs jobs in threads of this process, between :meth:`start` and :meth:`stop`, or as a context manager.
+
+    Args:
+        find_conninfo: Gives the database, when the worker starts.
+    """
+
+    def __init__(
+        self,
+        *,
+        registry: Registry,
+        settings: Settings,
+        find_conninfo: Callable[[], str],
+        version: str,
+        on_start: Sequence[Hook] = (),
+        on_stop: Sequence[Hook] = (),
+    ) -> None:
+        self._registry = registry
+        self._settings = settings
+        self._find_conninfo = find_conninfo
+        self._version = version
+        self._on_start = on_start
+        self._on_stop = on_stop
+        self._threads: list[threading.Thread] = []
+        self._services: list[Service] = []
+        self._stop_lock = threading.Lock()
+        self._is_started = False
+        self._is_stopped = False  # guarded by _stop_lock
+        self._asked = threading.Event()
+        self._signals = 0
+        self._conninfo = ""
+        self._schema = Schema(settings.schema)
+        self._outcomes = Outcomes()
+        self._identity: Identity
+        self._claimer: Claimer
+        self._crew: Crew
+
+    @property
+    def runtime(self) -> int:
+        """The number of this worker in ``awa.runtime_instances``; 0 before it has started."""
+        return self._identity() if self._is_started else 0
+
+    @property
+    def running(self) -> list[int]:
+        """The jobs whose handlers run now."""
+        return [attempt.id for attempt in self._crew.running if attempt is not None] if self._is_started else []
+
+    def start(self) -> None:
+        """Register, run the start hooks, and begin to claim; returns at once.
+
+        Raises:
+            ConfigError: No task is declared, or the worker was started before.
+            DatabaseNotFound: No server answers.
+            SchemaNotMigrated, SchemaTooNew: The schema and this program do not fit.
+        """
+        if self._is_started:
+            raise ConfigError("this worker was started before: make a new one")
+        settings = self._settings
+        handlers = make_handlers(self._registry)
+        self._conninfo = self._find_conninfo()
+        with connect(self._conninfo, name="start") as connection:
+            check_schema(connection, self._schema)
+        self._identity = Identity(self._conninfo, self._schema, settings, self._version)
+        self._identity.register()
+        for hook in self._on_start:
+            hook()
+        self._build(handlers)
+        for service in self._services:
+            service.start()
+        for index in range(settings.threads):
+            thread = threading.Thread(target=self._crew.work, args=(index,), name=f"awa-{index + 1}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        self._crew.start()
+        self._is_started = True
+        log.info(
+            "worker %d runs %s with %d threads, kinds %s",
+            self._identity(),
+            ", ".join(str(spec) for spec in settings.queues),
+            settings.threads,
+            ", ".join(sorted(handlers)),
+        )
+
+    def _build(self, handlers: Mapping[str, Handler]) -> None:
+        settings, conninfo, schema, identity = self._settings, self._conninfo, self._schema, self._identity
+        attempts = Attempts(schema, self._outcomes)
+        claimer = Claimer(
+            conninfo=conninfo,
+            schema=schema,
+            queues=settings.queues,
+            handlers=handlers,
+            outcomes=self._outcomes,
+            threads=settings.threads,
+            poll_interval=settings.poll_interval,
+            notify=settings.notify,
+            identity=identity,
+            on_gone=identity.register,
+        )
+        self._claimer = claimer
+        self._crew = claimer.crew = Crew(
+            settings.threads,
+            self._outcomes,
+            job=attempts.job,
+            conclude=attempts.conclude,
+            lead=claimer.lead,
+            chosen=Outcome,
+        )
+        self._crew.poke = claimer.poke
+        self._services = [
+            Heartbeat(
+                conninfo=conninfo,
+                schema=schema,
+                interval=settings.heartbeat,
+                identity=identity,
+                outcomes=self._outcomes,
+                on_gone=claimer.poke,
+            ),
+            Maintenance(
+                conninfo=conninfo,
+                schema=schema,
+                heartbeat=settings.heartbeat,
+                identity=identity,
+                chores=[
+                    Promote(schema),
+                    Rescue(schema, heartbeat=settings.heartbeat, stale_after=settings.stale_after),
+                ],
+            ),
+        ]
+
+    def stop(self, timeout: float | None = None) -> None:
+        """Stop in good order. Safe from any thread and twice.
+
+        Args:
+            timeout: Seconds that running handlers get; None: the setting ``shutdown_timeout``.
+
+        Raises:
+            ShutdownTimeout: Handlers outlived it. Their attempts are rescued once this process is gone.
+        """
+        with self._stop_lock:
+            if not self._is_started or self._is_stopped:
+                return
+            self._is_stopped = True
+        self._asked.set()
+        until = time.monotonic() + (self._settings.shutdown_timeout if timeout is None else timeout)
+        self._claimer.is_stopping = True
+        self._claimer.poke()
+        heartbeat, maintenance = self._services
+        self._crew.dismiss()
+        released = self._release()
+        while any(thread.is_alive() for thread in self._threads) and time.monotonic() < until:
+            if self._outcomes.count:
+                self._claimer.flush()
+            for thread in self._threads:
+                thread.join(0.02)
+                if not thread.is_alive():
+                    continue
+                break
+            released += self._release()  # a claim that was under way
+        left = self.running
+        self._record(max(until - time.monotonic(), 2.0))
+        maintenance.stop(5.0)
+        heartbeat.stop(5.0)
+        if not left and not self._outcomes.open_claims():
+            self._leave()
+        for hook in self._on_stop:
+            try:
+                hook()
+            except Exception:
+                log.exception("a stop hook failed")
+        self._claimer.close()
+        log.info("worker %d has stopped; %d jobs released, %d still running", self._identity(), released, len(left))
+        if left:
+            raise ShutdownTimeout(
+                f"{len(left)} handlers outlived the grace time: jobs {', '.join(map(str, left[:20]))}; "
+                "they will be rescued",
+                job_ids=left,
+            )
+
+    def _release(self) -> int:
+        unstarted = self._crew.drain()
+        for attempt in unstarted:
+            self._outcomes.add(attempt, "released")
+        if unstarted:
+            self._crew.dismiss()  # drain took the dismissals along
+        return len(unstarted)
+
+    def _record(self, seconds: float) -> None:
+        """Keep trying to record what is noted."""
+        until = time.monotonic() + seconds
+        while not self._claimer.flush() and time.monotonic() < until:
+            time.sleep(0.05)
+        if self._outcomes.count:
+            log.error("%d outcomes could not be recorded; their jobs will run again", self._outcomes.count)
+
+    def _leave(self) -> None:
+        try:
+            with connect(self._conninfo, name="leave") as connection:
+                runtimes.leave(
+                    connection, self._schema, self._identity(), newest_claim=self._outcomes.newest_claim
+                )
+        except (psycopg.Error, AwaError) as error:
+            log.warning("could not say goodbye: %s", str(error).strip())
+
+    def run(self) -> None:
+        """Start, wait for SIGTERM or SIGINT, stop. In the main thread only.
+
+        A second signal leaves the process at once, with the exit code that shells give for it.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            raise ConfigError("run() owns the process's signals, so it needs the main thread: use start() and stop()")
+        previous = {
+            number: signal.signal(number, self._on_signal)
+            for number in (getattr(signal, name, None) for name in ("SIGTERM", "SIGINT"))
+            if number is not None
+        }
+        try:
+            self.start()
+            while not self._asked.wait(3600):
+                pass
+            self.stop()
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            os._exit(128 + number)
+        self._asked.set()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
