@@ -1,0 +1,112 @@
+"""The command ``awa``: its groups are loaded when they are called, its errors are one sentence and an exit code."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import click
+
+from awa.errors import (
+    AwaError,
+    ConfigError,
+    DatabaseNotFound,
+    DuplicateKind,
+    SchemaNotMigrated,
+    SchemaTooNew,
+    ShutdownTimeout,
+    StorageNotTrusted,
+    UnknownKind,
+    ValidationError,
+)
+from awa.version import VERSION
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_NOT_FOUND = 3
+EXIT_SCHEMA = 4
+EXIT_NO_DATABASE = 69
+EXIT_GRACE_OVER = 75
+EXIT_CONFIG = 78
+
+_COMMANDS = {
+    "db": "Start, stop and inspect the private PostgreSQL.",
+    "demo": "Watch real jobs run, a worker die, and nothing get lost.",
+    "migrate": "Bring a database's schema up to date.",
+}
+"""Each is the attribute of its name in the module ``awa.cli.<name>``; the texts are here so that help imports none."""
+
+
+def exit_code(error: BaseException) -> int | None:
+    """Return the exit code that *error* stands for, or ``None`` when it is a bug and deserves its traceback."""
+    match error:
+        case SchemaNotMigrated() | SchemaTooNew() | StorageNotTrusted():
+            return EXIT_SCHEMA
+        case DatabaseNotFound():
+            return EXIT_NO_DATABASE
+        case ShutdownTimeout():
+            return EXIT_GRACE_OVER
+        case ConfigError() | UnknownKind() | DuplicateKind():
+            return EXIT_CONFIG
+        case ValidationError():
+            return EXIT_USAGE
+        case AwaError():
+            return EXIT_NOT_FOUND if isinstance(error, LookupError) else EXIT_FAILED
+    return EXIT_NO_DATABASE if _is_unreachable(error) else None
+
+
+def _is_unreachable(error: BaseException) -> bool:
+    from psycopg import OperationalError
+
+    # without a state the connection itself failed; 08: it broke, 57P: the server ends or starts, 53300: it is full
+    return isinstance(error, OperationalError) and (error.sqlstate or "08").startswith(("08", "57P", "53300"))
+
+
+def reporting(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate what a command calls: its errors become one sentence on stderr and their exit code."""
+
+    @wraps(function)
+    def reported(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            code = exit_code(error)
+            if code is None:
+                raise
+            click.echo(f"awa: {' '.join(str(error).split())}", err=True)
+            raise click.exceptions.Exit(code) from error
+
+    return reported
+
+
+class _Main(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        command = getattr(importlib.import_module(f"awa.cli.{cmd_name}"), cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(_COMMANDS.items()))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        return reporting(super().invoke)(ctx)
+
+
+@click.group(cls=_Main, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(VERSION, prog_name="awa", message="%(prog)s %(version)s")
+def main() -> None:
+    """A job queue on PostgreSQL for synchronous Python.
+
+    Exit codes: 0 ok, 1 failed, 2 usage, 3 not found, 4 schema, 69 no database, 75 grace time over, 78 configuration.
+    """

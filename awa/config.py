@@ -1,0 +1,350 @@
+"""Settings: their defaults, where each value came from, and what is refused.
+
+Every setting can be given as an argument, as a command's flag, or as the environment variable ``AWA_<SETTING>``; the
+first of these that is given wins, then the default. Durations are seconds.
+
+The database is looked for in the same spirit, see :func:`find_database`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import MappingProxyType
+from typing import Any
+
+from awa.errors import ConfigError
+
+NAME_LENGTH = 200
+"""Most characters of a queue's name."""
+
+SCHEMA_BYTES = 63
+"""Most bytes of a schema's name: what PostgreSQL keeps of an identifier."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSpec:
+    """A queue that a worker serves."""
+
+    name: str
+    """The queue's name."""
+    max_workers: int | None = None
+    """Most threads of one process that may run its jobs at once; ``None`` for all of them."""
+
+    def __str__(self) -> str:
+        return self.name if self.max_workers is None else f"{self.name}:{self.max_workers}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What one program runs with. Make one with :func:`load_settings`, which validates."""
+
+    threads: int = 10
+    """Handlers that run at once in a process."""
+    queues: tuple[QueueSpec, ...] = (QueueSpec("default"),)
+    """The queues that a worker serves."""
+    poll_interval: float = 1.0
+    """Longest wait for work in seconds when no wake-up comes."""
+    heartbeat: float = 5.0
+    """Seconds between a worker's signs of life."""
+    stale_after: float = 30.0
+    """Seconds of silence after which a worker's attempts are rescued; at least three heartbeats."""
+    timeout: float = 300.0
+    """Seconds an attempt may take when neither its kind nor its job says; 0 for no limit."""
+    shutdown_timeout: float = 30.0
+    """Seconds that running handlers get when a worker is told to stop."""
+    notify: bool = True
+    """Whether inserts wake an idle worker; off for users of two-phase commit."""
+    max_args_bytes: int = 256 * 1024
+    """Most bytes of a job's args, and of its metadata."""
+    schema: str = "awa"
+    """The schema that holds awa's tables."""
+    log_format: str = "text"
+    """``text`` or ``json``."""
+    log_level: str = "info"
+    """``debug``, ``info``, ``warning`` or ``error``."""
+    sources: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)
+    """Where each value came from: ``argument``, a flag such as ``--threads``, a variable such as ``AWA_THREADS``, or
+    ``default``."""
+
+
+class _Refused(Exception):
+    """A parser's verdict; its text says what would be accepted."""
+
+
+def _whole_number(least: int, most: int) -> Callable[[object], int]:
+    def parse(value: object) -> int:
+        if isinstance(value, str) and re.fullmatch(r"[+-]?[0-9]{1,18}", value.strip()):
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise _Refused(f"a whole number from {least} to {most}")
+        return value
+
+    return parse
+
+
+def _seconds(least: float, most: float) -> Callable[[object], float]:
+    def parse(value: object) -> float:
+        try:
+            if isinstance(value, timedelta):
+                number = value.total_seconds()
+            elif isinstance(value, int | float | str) and not isinstance(value, bool):
+                number = float(value)
+            else:
+                number = math.nan
+        except (ValueError, OverflowError):
+            number = math.nan
+        if not least <= number <= most:  # false for NaN
+            raise _Refused(f"seconds as a number from {least:g} to {most:.10g}")
+        return number
+
+    return parse
+
+
+def _switch(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    match value.strip().lower() if isinstance(value, str) else value:
+        case "on" | "true" | "yes" | "1":
+            return True
+        case "off" | "false" | "no" | "0":
+            return False
+    raise _Refused("on or off")
+
+
+def _one_of(*choices: str) -> Callable[[object], str]:
+    def parse(value: object) -> str:
+        text = value.strip().lower() if isinstance(value, str) else ""
+        if text not in choices:
+            raise _Refused("one of " + ", ".join(choices))
+        return text
+
+    return parse
+
+
+def _schema(value: object) -> str:
+    accepted = f"a name of 1 to {SCHEMA_BYTES} bytes from letters, digits, _, - and spaces that does not begin with pg_"
+    if not isinstance(value, str) or value.startswith("pg_") or not value.strip(" "):
+        raise _Refused(accepted)
+    if not all(char.isalpha() or char in "0123456789_- " for char in value):
+        raise _Refused(accepted)
+    if len(value.encode()) > SCHEMA_BYTES:
+        raise _Refused(accepted)
+    return value
+
+
+def _queue_spec(value: object) -> QueueSpec:
+    if isinstance(value, QueueSpec):
+        name, limit = value.name, value.max_workers
+    elif isinstance(value, str):
+        value = value.strip()
+        found = re.fullmatch(r"(.*):([0-9]{1,9})", value, re.DOTALL)
+        name, limit = (found[1], int(found[2])) if found else (value, None)
+    else:
+        raise _Refused("queues as NAME or NAME:MAX_WORKERS")
+    if not 1 <= len(name) <= NAME_LENGTH or "\x00" in name:
+        raise _Refused(f"queue names of 1 to {NAME_LENGTH} characters without NUL")
+    if limit is not None and limit < 1:
+        raise _Refused("at least one worker for a queue, as in NAME:1")
+    return QueueSpec(name, limit)
+
+
+def _queue_specs(value: object) -> tuple[QueueSpec, ...]:
+    if isinstance(value, str):
+        value = [part for part in value.split(",") if part.strip()]
+    if isinstance(value, QueueSpec) or not isinstance(value, Iterable):
+        raise _Refused("a list of queues, each NAME or NAME:MAX_WORKERS")
+    specs = tuple(_queue_spec(item) for item in value)
+    if not specs:
+        raise _Refused("at least one queue")
+    if len({spec.name for spec in specs}) < len(specs):
+        raise _Refused("each queue once")
+    return specs
+
+
+_PARSERS: Mapping[str, Callable[[object], Any]] = {
+    "threads": _whole_number(1, 1000),
+    "queues": _queue_specs,
+    "poll_interval": _seconds(0.01, 3600),
+    "heartbeat": _seconds(0.05, 3600),
+    "stale_after": _seconds(0.15, 86400),
+    "timeout": _seconds(0, 30 * 86400),
+    "shutdown_timeout": _seconds(0, 86400),
+    "notify": _switch,
+    "max_args_bytes": _whole_number(1, 64 * 1024 * 1024),
+    "schema": _schema,
+    "log_format": _one_of("text", "json"),
+    "log_level": _one_of("debug", "info", "warning", "error"),
+}
+
+
+def _parse(name: str, value: object, source: str) -> Any:
+    try:
+        return _PARSERS[name](value)
+    except _Refused as refused:
+        raise ConfigError(f"{name} is {value!r} (from {source}): give {refused}") from None
+
+
+def load_settings(
+    arguments: Mapping[str, object] | None = None,
+    *,
+    flags: Mapping[str, object] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Settings:
+    """Settle every setting: argument, flag, environment, default.
+
+    Args:
+        arguments: What code says, by the names of :class:`Settings`; ``None`` as a value means not given. Queues are
+            a list of ``NAME`` or ``NAME:MAX_WORKERS`` (the last colon before digits counts), or one text of them
+            with commas; durations are seconds or ``timedelta``.
+        flags: What the command line says, likewise.
+        environ: The environment, ``os.environ`` when not given. ``AWA_<SETTING>`` set to nothing counts as not set.
+
+    Returns:
+        The settings, with the origin of each in ``sources``.
+
+    Raises:
+        ConfigError: A name is unknown, or a value is refused; the message names setting, value, source and what is
+            accepted.
+    """
+    environ = os.environ if environ is None else environ
+    given: list[tuple[str, object, str]] = []  # weakest first
+    given += [(name, environ[key], key) for name in _PARSERS if environ.get(key := f"AWA_{name.upper()}", "").strip()]
+    given += [(name, value, "--" + name.replace("_", "-")) for name, value in (flags or {}).items()]
+    given += [(name, value, "argument") for name, value in (arguments or {}).items()]
+
+    values: dict[str, Any] = {}
+    sources = dict.fromkeys(_PARSERS, "default")
+    for name, value, source in given:
+        if name not in _PARSERS:
+            raise ConfigError(f"there is no setting {name!r} (from {source}): the settings are {', '.join(_PARSERS)}")
+        if value is not None:
+            values[name] = _parse(name, value, source)
+            sources[name] = source
+
+    settings = Settings(**values, sources=MappingProxyType(sources))
+    if settings.stale_after < 3 * settings.heartbeat:
+        raise ConfigError(
+            f"stale_after is {settings.stale_after:g} s (from {sources['stale_after']}) and heartbeat is"
+            f" {settings.heartbeat:g} s (from {sources['heartbeat']}): give a stale_after of at least three heartbeats,"
+            f" {3 * settings.heartbeat:g} s, so that one late heartbeat does not end a healthy worker"
+        )
+    return settings
+
+
+def parse_queue(value: str | QueueSpec) -> QueueSpec:
+    """Read ``NAME`` or ``NAME:MAX_WORKERS``; the last colon before digits counts, so ``a:b`` is a name.
+
+    Raises:
+        ConfigError: The name or the limit is refused.
+    """
+    try:
+        return _queue_spec(value)
+    except _Refused as refused:
+        raise ConfigError(f"queue is {value!r}: give {refused}") from None
+
+
+def check_schema(name: str, *, source: str = "argument") -> str:
+    """Give back *name* when it can be the schema of an installation.
+
+    Raises:
+        ConfigError: It is empty, over 63 bytes, reserved, or has a character that is no letter, digit, ``_``, ``-``
+            or space.
+    """
+    return str(_parse("schema", name, source))
+
+
+# --- the database
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A database to connect to."""
+
+    conninfo: str
+    """A libpq connection string; empty when libpq's own ``PG*`` variables say everything."""
+    source: str
+    """Where it was found: ``argument``, a variable's name, or ``embedded``."""
+
+    def __repr__(self) -> str:
+        return f"Found({redact(self.conninfo)!r}, source={self.source!r})"
+
+
+_PG_VARIABLES = ("PGSERVICE", "PGHOST", "PGHOSTADDR", "PGPORT", "PGUSER", "PGDATABASE")
+
+
+def find_database(argument: str | None = None, environ: Mapping[str, str] | None = None) -> Found | None:
+    """Look for the database: *argument*, ``AWA_DATABASE_URL``, ``DATABASE_URL``, then libpq's ``PG*`` variables.
+
+    A URL that names a driver for another library, ``postgresql+psycopg2://``, is read without it.
+
+    Returns:
+        What was found first, or ``None``: then the embedded server is next, if :func:`embedded_allowed`.
+
+    Raises:
+        ConfigError: The one found is no PostgreSQL connection string.
+    """
+    environ = os.environ if environ is None else environ
+    candidates = [("argument", argument), *((key, environ.get(key)) for key in ("AWA_DATABASE_URL", "DATABASE_URL"))]
+    for source, conninfo in candidates:
+        if conninfo is not None and conninfo.strip():
+            return Found(_check_conninfo(conninfo.strip(), source), source)
+    variables = [key for key in _PG_VARIABLES if environ.get(key)]
+    return Found("", ", ".join(variables)) if variables else None
+
+
+def _check_conninfo(conninfo: str, source: str) -> str:
+    conninfo = re.sub(r"\Apostgres(?:ql)?\+\w+://", "postgresql://", conninfo)
+    if _conninfo_fields(conninfo) is None:
+        scheme = re.match(r"\w+(?=[+\w]*:)", conninfo)
+        what = f" (it begins with {scheme[0]}:)" if scheme and not scheme[0].startswith("postgres") else ""
+        advice = ", or set AWA_DATABASE_URL, which comes first" if source == "DATABASE_URL" else ""
+        raise ConfigError(
+            f"the database from {source} is no PostgreSQL connection string{what}:"
+            f" give one like postgresql://user@host/name{advice}"
+        )
+    return conninfo
+
+
+def _conninfo_fields(conninfo: str) -> dict[str, Any] | None:
+    from psycopg import ProgrammingError
+    from psycopg.conninfo import conninfo_to_dict
+
+    try:
+        return dict(conninfo_to_dict(conninfo))
+    except (ProgrammingError, UnicodeError):
+        return None
+
+
+def redact(conninfo: str) -> str:
+    """Return *conninfo* as ``key=value`` text that is safe to print: passwords become ``***``."""
+    from psycopg.conninfo import make_conninfo
+
+    parts = _conninfo_fields(conninfo)
+    if parts is None:
+        return "(a connection string that cannot be read)"
+    return make_conninfo("", **{key: "***" if "password" in key else value for key, value in parts.items()})
+
+
+def embedded_allowed(environ: Mapping[str, str] | None = None) -> bool:
+    """Tell whether a private server may be started when no database was named.
+
+    ``AWA_EMBEDDED`` decides when it is set. Without it the answer is yes, but no under CI or Kubernetes, where a
+    forgotten setting should be an error and not an empty database.
+
+    Raises:
+        ConfigError: ``AWA_EMBEDDED`` is neither on nor off.
+    """
+    environ = os.environ if environ is None else environ
+    decided = environ.get("AWA_EMBEDDED", "").strip()
+    if decided:
+        try:
+            return _switch(decided)
+        except _Refused as refused:
+            raise ConfigError(f"AWA_EMBEDDED is {decided!r}: give {refused}") from None
+    is_ci = environ.get("CI", "").strip().lower() not in ("", "0", "false", "no", "off")
+    return not is_ci and not environ.get("KUBERNETES_SERVICE_HOST")
