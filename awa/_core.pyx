@@ -33,6 +33,8 @@ from awa.errors import ConfigError, ValidationError
 
 cdef extern from "Python.h":
     long long PyLong_AsLongLongAndOverflow(object value, int *overflow) except? -1
+    int PyThreadState_SetAsyncExc(unsigned long thread, PyObject *exception)
+    unsigned long PyThread_get_thread_ident()
 
 cdef object _dumps = orjson.dumps
 cdef object _fragment = orjson.Fragment
@@ -478,7 +480,8 @@ cdef class Attempt:
     cdef readonly Handler handler
     cdef readonly int idx
     cdef readonly double started
-    cdef readonly int thread
+    cdef unsigned long thread
+    cdef readonly bint is_expired
     cdef public bint is_cancelled
     cdef public bint was_completed
     cdef public bint is_over
@@ -534,6 +537,18 @@ cdef class Attempt:
         if self.length < 0:
             raise ValueError("the args have not been fetched")
         return PyBytes_AS_STRING(self.body)[self.begin:self.begin + self.length]
+
+    def expire(self, exception not None):
+        """Raise *exception* in the thread that runs this attempt's handler, as soon as Python runs there.
+
+        False when the handler has ended. The GIL is held from the look to the order, and :meth:`Crew.work` takes the
+        order back when the handler ends, so it cannot hit what the thread does next.
+        """
+        if self.is_over or self.thread == 0:
+            return False
+        self.is_expired = self.is_cancelled = True
+        PyThreadState_SetAsyncExc(self.thread, <PyObject *> exception)
+        return True
 
     def __repr__(self):
         return f"<Attempt job={self.id} idx={self.idx} of {self.batch!r}>"
@@ -603,7 +618,6 @@ def decode_batch(list row not None, int64_t runtime, str queue not None, dict ha
         attempt.batch = batch
         attempt.handler = <Handler> handlers[kinds[idx - 1]]
         attempt.idx = idx
-        attempt.thread = -1
         if at + 4 > size:
             raise ValueError("a claimed batch has fewer lengths than members")
         if _int4(data + at) < 0:
@@ -1002,7 +1016,7 @@ cdef class Crew:
         error = None
         result = None
         attempt.started = _now()
-        attempt.thread = index
+        attempt.thread = PyThread_get_thread_ident()
         self.running[index] = attempt
         _current.attempt = attempt
         try:
@@ -1013,8 +1027,9 @@ cdef class Crew:
                 result = handler.function(**args)
         except BaseException as raised:
             error = raised
-        # from here on no deadline may be raised in this thread for this attempt
         attempt.is_over = True
+        if attempt.is_expired:
+            PyThreadState_SetAsyncExc(attempt.thread, NULL)
         attempt.batch.unfinished -= 1
         _current.attempt = None
         attempt.value = None

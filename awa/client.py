@@ -263,9 +263,7 @@ class Client:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def _settings(
-        self, arguments: dict[str, Any] | None = None, flags: dict[str, object] | None = None
-    ) -> Settings:
+    def _settings(self, arguments: dict[str, Any] | None = None, flags: dict[str, object] | None = None) -> Settings:
         given = self._arguments if arguments is None else arguments
         return load_settings({k: v for k, v in given.items() if v is not None}, flags=flags)
 

@@ -100,8 +100,8 @@ INSERT_ANY = """
                  ORDER BY i.n) t
     ), available AS (
         INSERT INTO awa.jobs (entry_id, id, queue, lane, priority, kind, args, max_attempts, timeout_ms, tags, metadata)
-        SELECT i.id, i.id, i.queue, 2 * i.priority + 1, i.priority, i.kind, i.args, i.max_attempts, i.timeout_ms, i.tags,
-               i.metadata
+        SELECT i.id, i.id, i.queue, 2 * i.priority + 1, i.priority, i.kind, i.args, i.max_attempts, i.timeout_ms,
+               i.tags, i.metadata
           FROM input i WHERE i.is_due ORDER BY i.n
     ), scheduled AS (
         INSERT INTO awa.waiting_jobs (id, run_at, queue, priority, kind, args, max_attempts, timeout_ms, tags, metadata)
@@ -387,12 +387,9 @@ def release_unknown_claims(conn: Connection[Any], schema: Schema, runtime: int, 
         if locked is None or not locked[0]:
             return None
         found = cursor.execute(schema.sql(UNKNOWN_CLAIMS), {"runtime": runtime, "newest": newest}).fetchall()
-        members = [
-            (claim_id, slot, nonce, idx) for claim_id, slot, nonce, size in found for idx in range(1, size + 1)
-        ]
+        members = [(claim_id, slot, nonce, idx) for claim_id, slot, nonce, size in found for idx in range(1, size + 1)]
         if members:
             claims, slots, nonces, idx = (list(column) for column in zip(*members, strict=True))
             params = {"runtime": runtime, "claims": claims, "slots": slots, "nonces": nonces, "idx": idx}
             cursor.execute(schema.sql(RELEASE), params | {"n": len(members)})
         return len(members)
-

@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 from psycopg import Connection
@@ -39,7 +39,7 @@ def connect(conninfo: str, *, name: str) -> Connection:
         DatabaseNotFound: No server answers there; the cause is psycopg's error.
     """
     given = psycopg.conninfo.conninfo_to_dict(conninfo)
-    extra = {key: value for key, value in _DEFAULTS.items() if key not in given}
+    extra: dict[str, Any] = {key: value for key, value in _DEFAULTS.items() if key not in given}
     extra.setdefault("application_name", f"awa {name}")
     try:
         connection: Connection = psycopg.connect(conninfo, autocommit=True, **extra)

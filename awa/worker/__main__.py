@@ -31,7 +31,9 @@ def find_client(target: str) -> Client:
         return found
     clients = _clients(module)
     if len(set(map(id, clients.values()))) != 1:
-        raise ConfigError(f"module {module_name} has {len(clients) or 'no'} awa.Client at its top level{_choice(module)}")
+        raise ConfigError(
+            f"module {module_name} has {len(clients) or 'no'} awa.Client at its top level{_choice(module)}"
+        )
     return next(iter(clients.values()))
 
 

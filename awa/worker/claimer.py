@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import logging
 import random
-import select
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -22,6 +20,7 @@ from awa.storage.line import Line, Reply, Wanted
 from awa.storage.pool import connect
 from awa.storage.schema import Schema
 from awa.worker.bell import FIRST_POLL, PACE, Bell
+from awa.worker.wake import Wake
 
 log = logging.getLogger("awa.worker")
 
@@ -82,9 +81,7 @@ class Claimer:
         self._failures = 0
         self._last_claim = 0.0
         self._last_full = False
-        self._wake_out, self._wake_in = socket.socketpair()
-        self._wake_out.setblocking(False)
-        self._wake_in.setblocking(False)
+        self._wake = Wake()
         self.crew: Crew
         self.is_stopping = False
         self.stale = 0
@@ -92,10 +89,7 @@ class Claimer:
 
     def poke(self) -> None:
         """Wake the leader, from any thread or signal handler."""
-        try:
-            self._wake_in.send(b"x")
-        except (BlockingIOError, OSError):
-            pass  # it has been poked already, or is closed
+        self._wake.ring()
 
     def lead(self) -> None:
         """Do one leader's term: returns when there is something to run, or nobody claims any more."""
@@ -120,7 +114,7 @@ class Claimer:
                     str(error).strip(),
                     exc_info=not isinstance(error, (psycopg.Error, AwaError)),
                 )
-                self._sleep(delay)
+                self._wake.sleep(delay)
         if self.is_stopping:
             for attempt in attempts:
                 self._outcomes.add(attempt, "released")
@@ -149,22 +143,21 @@ class Claimer:
         if self._line is not None:
             self._line.close()
             self._line = None
-        self._wake_in.close()
-        self._wake_out.close()
+        self._wake.close()
 
     def _try(self, call: Callable[[], None]) -> None:
         try:
             call()
         except Exception as error:
             log.warning("registering anew failed: %s: %s", type(error).__name__, str(error).strip())
-            self._sleep(0.5)
+            self._wake.sleep(0.5)
 
     def _term(self) -> list[Attempt]:
         bell = self._bell
         arm = False
         while not self.is_stopping:
             if bell.is_hot and not self._last_full:
-                self._sleep(self._last_claim + PACE - time.monotonic())
+                self._wake.sleep(self._last_claim + PACE - time.monotonic())
             reply = self._exchange(self._wanted(arm))
             arm = False
             now = self._last_claim = time.monotonic()
@@ -314,7 +307,7 @@ class Claimer:
         crew, outcomes, line = self.crew, self._outcomes, self._line
         until = time.monotonic() + seconds
         if line is None:
-            self._sleep(seconds)
+            self._wake.sleep(seconds)
             return
         while not self.is_stopping:
             if outcomes.count:
@@ -326,7 +319,7 @@ class Claimer:
             left = until - time.monotonic()
             if left <= 0 or self._is_rung(line):
                 break
-            self._poll(left, line)
+            self._wake.sleep(left, line.fileno())
             if self._is_rung(line):
                 break
         crew.is_asleep = False
@@ -337,20 +330,3 @@ class Claimer:
         except psycopg.OperationalError:
             self._lose_line()
             raise
-
-    def _sleep(self, seconds: float) -> None:
-        """Sleep, unless poked."""
-        if seconds > 0:
-            self._poll(seconds, None)
-
-    def _poll(self, seconds: float, line: Line | None) -> None:
-        poll = select.poll()  # not select(): an application may have more than 1,024 files open
-        poll.register(self._wake_out, select.POLLIN)
-        if line is not None:
-            poll.register(line.fileno(), select.POLLIN)
-        poll.poll(seconds * 1000)
-        try:
-            while self._wake_out.recv(4096):
-                pass
-        except (BlockingIOError, OSError):
-            pass

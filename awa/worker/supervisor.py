@@ -28,6 +28,7 @@ from awa.storage.pool import connect
 from awa.storage.schema import Schema
 from awa.worker.attempt import Attempts
 from awa.worker.claimer import Claimer
+from awa.worker.deadline import Deadlines
 from awa.worker.heartbeat import Heartbeat
 from awa.worker.identity import Identity
 from awa.worker.maintenance.loop import Maintenance
@@ -182,6 +183,7 @@ class Worker:
                     Rescue(schema, heartbeat=settings.heartbeat, stale_after=settings.stale_after),
                 ],
             ),
+            Deadlines(self._crew, timeout=settings.timeout),
         ]
 
     def stop(self, timeout: float | None = None) -> None:
@@ -201,7 +203,6 @@ class Worker:
         until = time.monotonic() + (self._settings.shutdown_timeout if timeout is None else timeout)
         self._claimer.is_stopping = True
         self._claimer.poke()
-        heartbeat, maintenance = self._services
         self._crew.dismiss()
         released = self._release()
         while any(thread.is_alive() for thread in self._threads) and time.monotonic() < until:
@@ -215,8 +216,8 @@ class Worker:
             released += self._release()  # a claim that was under way
         left = self.running
         self._record(max(until - time.monotonic(), 2.0))
-        maintenance.stop(5.0)
-        heartbeat.stop(5.0)
+        for service in reversed(self._services):  # the heartbeat last
+            service.stop(5.0)
         if not left and not self._outcomes.open_claims():
             self._leave()
         for hook in self._on_stop:
@@ -252,9 +253,7 @@ class Worker:
     def _leave(self) -> None:
         try:
             with connect(self._conninfo, name="leave") as connection:
-                runtimes.leave(
-                    connection, self._schema, self._identity(), newest_claim=self._outcomes.newest_claim
-                )
+                runtimes.leave(connection, self._schema, self._identity(), newest_claim=self._outcomes.newest_claim)
         except (psycopg.Error, AwaError) as error:
             log.warning("could not say goodbye: %s", str(error).strip())
 

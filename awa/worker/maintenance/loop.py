@@ -7,8 +7,6 @@ sleeps on its connection's socket, so that a job which is due soon can wake it.
 from __future__ import annotations
 
 import logging
-import select
-import socket
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -21,6 +19,7 @@ from awa.storage.schema import Schema
 from awa.storage.waiting import take_leader_bell
 from awa.worker.leader import Leadership
 from awa.worker.service import Service
+from awa.worker.wake import Wake
 
 log = logging.getLogger("awa.maintenance")
 
@@ -61,17 +60,12 @@ class Maintenance(Service):
         self._due: dict[str, float] = {}
         self._connection: Connection | None = None
         self._has_bell = False
-        self._wake_out, self._wake_in = socket.socketpair()
-        self._wake_out.setblocking(False)
-        self._wake_in.setblocking(False)
+        self._wake = Wake()
 
     def wake(self) -> None:
         """Do the next round now."""
         super().wake()
-        try:
-            self._wake_in.send(b"x")
-        except (BlockingIOError, OSError):
-            pass  # it has been woken already
+        self._wake.ring()
 
     def step(self) -> float:
         """Renew the lease; when leading, do the chores that are due."""
@@ -110,22 +104,22 @@ class Maintenance(Service):
         if connection is None:
             super().wait(seconds)
             return
-        poll = select.poll()
-        poll.register(self._wake_out, select.POLLIN)
-        poll.register(connection.pgconn.socket, select.POLLIN)
         until = time.monotonic() + seconds
         while not self._event.is_set() and (left := until - time.monotonic()) > 0:
-            poll.poll(left * 1000)
-            try:
-                self._wake_out.recv(4096)
-            except (BlockingIOError, OSError):
-                pass
+            self._wake.sleep(left, connection.pgconn.socket)
             connection.pgconn.consume_input()
             while (notification := connection.pgconn.notifies()) is not None:
                 if notification.extra == b"":
                     self._due.clear()
                     self._event.set()
         self._event.clear()
+
+    def stop(self, timeout: float) -> bool:
+        """Give the lease up and end."""
+        has_ended = super().stop(timeout)
+        if has_ended:
+            self._wake.close()
+        return has_ended
 
     def close(self) -> None:
         """Give the lease up and drop the connection."""
