@@ -166,19 +166,21 @@ class Client:
             ValidationError: Args or an option cannot be stored; nothing was sent.
             ConfigError: Nothing says which kind it is.
         """
-        given = {
-            "kind": kind,
-            "queue": queue,
-            "priority": priority,
-            "max_attempts": max_attempts,
-            "timeout": timeout,
-            "run_at": run_at,
-            "delay": delay,
-            "tags": tags,
-            "metadata": metadata,
-        }
-        new = override(args if isinstance(args, NewJob) else NewJob(args), given)
-        return Inserted(self._producer.insert(new, conn), True, self)
+        item = args
+        if not (kind is queue is priority is max_attempts is timeout is run_at is delay is tags is metadata is None):
+            given = {
+                "kind": kind,
+                "queue": queue,
+                "priority": priority,
+                "max_attempts": max_attempts,
+                "timeout": timeout,
+                "run_at": run_at,
+                "delay": delay,
+                "tags": tags,
+                "metadata": metadata,
+            }
+            item = override(args if isinstance(args, NewJob) else NewJob(args), given)
+        return Inserted(self._producer.insert(item, conn), True, self)
 
     def insert_many(self, items: Iterable[Any], *, conn: Lent | None = None) -> list[Inserted]:
         """Write a batch in one statement, all or nothing; the results come in the order of *items*.

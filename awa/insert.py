@@ -15,7 +15,7 @@ from awa._core import dump_json
 from awa.args import codec_for
 from awa.errors import ConfigError, ValidationError
 from awa.job import JobId
-from awa.registry import BoundArgs, Registry
+from awa.registry import BoundArgs, Registry, Task, TaskOptions
 from awa.storage import jobs
 from awa.storage.jobs import JobInfo, JobRow
 from awa.storage.schema import Schema
@@ -91,70 +91,81 @@ class Defaults:
     """Most bytes of a job's args, and of its metadata."""
 
 
-def prepare(new: NewJob, registry: Registry, defaults: Defaults) -> JobRow:
+def prepare(item: object, registry: Registry, defaults: Defaults) -> JobRow:
     """Validate a job and settle its options: the call, the task, the client, the default.
+
+    Args:
+        item: A NewJob, or args with no options.
 
     Raises:
         ValidationError: Its args or an option cannot be stored; nothing was sent to the database.
         ConfigError: Nothing says which kind it is.
     """
-    args, task = new.args, None
-    kind = None if new.kind is None else options.check_kind(new.kind)
-    if isinstance(args, BoundArgs):
-        task = args.task
-    elif isinstance(args, NewJob):
-        raise ConfigError("args is a NewJob already: insert it as it is, its options belong inside it")
-    elif kind is not None:
-        task = registry.find(kind)
-    else:
-        task = registry.for_type(type(args))
-    if isinstance(args, BoundArgs):
-        body = args.dump(defaults.max_args_bytes)
-    elif task is not None and (task.is_typed or not isinstance(args, dict)):
-        body = task.codec.dump(args, defaults.max_args_bytes)
-    elif task is not None:
-        body = task.codec.dump(_bound(task, args), defaults.max_args_bytes)
-    elif kind is not None:
-        body = codec_for(type(args)).dump(args, defaults.max_args_bytes)
-    else:
-        raise ConfigError(
-            f"no task takes {type(args).__name__}: declare one with @client.task() for a job of that type, "
-            "use task.bind(...), or give kind="
+    if not isinstance(item, NewJob):
+        kind, body, task = _body(item, None, registry, defaults)
+        said = _NOTHING if task is None else task.options
+        return JobRow(
+            said.queue or defaults.queue,
+            kind,
+            body,
+            said.priority or defaults.priority,
+            said.max_attempts or defaults.max_attempts,
         )
-    said = task.options if task is not None else None
-
-    def settled(name: str, check: Any) -> Any:
-        value = getattr(new, name)
-        if value is not None:
-            return check(value)
-        value = getattr(said, name, None)
-        return value if value is not None else getattr(defaults, name, None)
-
+    new = item
+    given_kind = None if new.kind is None else options.check_kind(new.kind)
+    kind, body, task = _body(new.args, given_kind, registry, defaults)
+    said = _NOTHING if task is None else task.options
     timeout = None if new.timeout is None else options.check_timeout(new.timeout)
     delay = None if new.delay is None else options.check_delay(new.delay)
     run_at = None if new.run_at is None else options.check_run_at(new.run_at)
     if run_at is not None and delay is not None:
         raise ValidationError("run_at and delay exclude each other: give one", path="delay", value=new.delay)
     return JobRow(
-        queue=settled("queue", options.check_queue),
-        kind=kind if kind is not None else task.kind,  # type: ignore[union-attr]
-        args=body,
-        priority=settled("priority", options.check_priority),
-        max_attempts=settled("max_attempts", options.check_max_attempts),
-        timeout_ms=None if timeout is None else round(timeout * 1000),
-        tags=None if new.tags is None else options.check_tags(new.tags),
-        metadata=None if new.metadata is None else _metadata(new.metadata, defaults.max_args_bytes),
-        run_at=run_at,
-        delay=delay,
+        (said.queue or defaults.queue) if new.queue is None else options.check_queue(new.queue),
+        kind,
+        body,
+        (said.priority or defaults.priority) if new.priority is None else options.check_priority(new.priority),
+        (said.max_attempts or defaults.max_attempts)
+        if new.max_attempts is None
+        else options.check_max_attempts(new.max_attempts),
+        None if timeout is None else round(timeout * 1000),
+        None if new.tags is None else options.check_tags(new.tags),
+        None if new.metadata is None else _metadata(new.metadata, defaults.max_args_bytes),
+        run_at,
+        delay,
     )
 
 
-def _bound(task: Any, args: dict[str, Any]) -> dict[str, Any]:
+_NOTHING = TaskOptions()
+
+
+def _body(
+    args: Any, kind: str | None, registry: Registry, defaults: Defaults
+) -> tuple[str, bytes, Task[..., Any] | None]:
+    """The kind of a job, the JSON text of its args, and the task that will run it, when this process knows it."""
+    limit = defaults.max_args_bytes
+    if type(args) is BoundArgs:
+        return kind or args.task.kind, args.dump(limit), args.task
+    if isinstance(args, NewJob):
+        raise ConfigError("args is a NewJob already: insert it as it is, its options belong inside it")
+    task = registry.for_type(type(args)) if kind is None else registry.find(kind)
+    if task is None:
+        if kind is None:
+            raise ConfigError(
+                f"no task takes {type(args).__name__}: declare one with @client.task() for a job of that type, "
+                "use task.bind(...), or give kind="
+            )
+        return kind, codec_for(type(args)).dump(args, limit), None
+    if not task.is_typed and isinstance(args, dict):
+        args = _bound(task, args)
+    return kind or task.kind, task.codec.dump(args, limit), task
+
+
+def _bound(task: Task[..., Any], args: dict[str, Any]) -> dict[str, Any]:
     """The args of a plain function, given by name as a mapping with ``kind=``."""
     if not all(isinstance(name, str) for name in args):
         raise ValidationError("args must have names as keys", path="args", value=args)
-    bound: dict[str, Any] = task.codec.bind(**args)
-    return bound
+    return task.bind(**args).args
 
 
 def _metadata(value: object, limit: int) -> bytes:
@@ -200,11 +211,13 @@ class Producer:
     own: Callable[[], AbstractContextManager[Connection]]
     """Lends a connection of the library's own, in autocommit mode."""
 
-    def insert(self, new: NewJob, conn: Lent | None) -> JobId:
+    def insert(self, item: object, conn: Lent | None) -> JobId:
         """Write one job, in the transaction of *conn* or in one of its own."""
-        row = prepare(new, self.registry, self.defaults)
-        with self._writing(conn) as writing:
-            return jobs.insert_job(writing, self.schema, row, notify=self.notify)
+        row = prepare(item, self.registry, self.defaults)
+        if conn is not None:
+            return jobs.insert_job(lent(conn), self.schema, row, notify=self.notify)
+        with self.own() as borrowed:
+            return jobs.insert_job(borrowed, self.schema, row, notify=self.notify)
 
     def insert_many(self, items: Iterable[object], conn: Lent | None) -> list[JobId]:
         """Write a batch by one statement, all or nothing; ids in the order of *items*."""
@@ -234,7 +247,7 @@ class Producer:
 
     def _at(self, position: int, item: object) -> JobRow:
         try:
-            return prepare(item if isinstance(item, NewJob) else NewJob(item), self.registry, self.defaults)
+            return prepare(item, self.registry, self.defaults)
         except ValidationError as error:
             path = f"items[{position}].{error.path}"
             raise ValidationError(

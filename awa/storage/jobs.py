@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import psycopg
 from psycopg import Connection, Cursor
@@ -20,8 +20,7 @@ from awa.job import JobId, JobState
 from awa.storage.schema import Schema
 
 
-@dataclass(frozen=True, slots=True)
-class JobRow:
+class JobRow(NamedTuple):  # a tuple: made once per job, in half the time of a frozen dataclass
     """A validated job, ready to be written."""
 
     queue: str
