@@ -703,6 +703,15 @@ def text_array(list values not None):
     return _optional(TEXT_OID, values)
 
 
+cdef tuple _done_of(Batch batch):
+    """The members of *batch* that succeeded since the last call, and how long each took."""
+    cdef int position
+    done = [batch.done_idx[position] for position in range(batch.done)]
+    times = [batch.done_ms[position] for position in range(batch.done)]
+    batch.done = 0
+    return batch, done, times
+
+
 @final
 cdef class Flush:
     """Outcomes that travel in one call of ``awa.settle_v1``."""
@@ -790,6 +799,8 @@ cdef class Outcomes:
             error: JSON text with type, text and traceback.
         """
         attempt.is_over = True
+        if outcome == "released":  # it never ran
+            attempt.batch.unfinished -= 1
         (self.doubtful if attempt.was_completed else self.others).append((attempt, outcome, delay, elapsed_ms, error))
         self._noted(_now())
 
@@ -802,28 +813,24 @@ cdef class Outcomes:
         self.dirty, self.others, self.doubtful = [], [], []
         self.count = 0
         self.oldest = 0.0
-        flushes = [self._flush(runtime, dirty, others)]
+        flushes = [self._flush(runtime, [_done_of(<Batch> batch) for batch in dirty], others)]
         flushes += [self._flush(runtime, [], [item]) for item in doubtful]
         return [flush for flush in flushes if flush is not None]
 
-    cdef Flush _flush(self, int64_t runtime, list dirty, list others):
+    cdef Flush _flush(self, int64_t runtime, list successes, list others):
         cdef Batch batch
         cdef Flush flush
-        cdef int position
         claims, slots, nonces, lows, highs, idx, elapsed, members = [], [], [], [], [], [], [], []
-        for item in dirty:
-            batch = <Batch> item
+        for batch, done, times in successes:
             if batch.runtime == runtime:
                 claims.append(batch.claim_id)
                 slots.append(batch.slot)
                 nonces.append(batch.nonce)
                 lows.append(len(idx) + 1)
-                for position in range(batch.done):
-                    idx.append(batch.done_idx[position])
-                    elapsed.append(batch.done_ms[position])
+                idx += done
+                elapsed += times
                 highs.append(len(idx))
-                members.append((batch, batch.done))
-            batch.done = 0
+                members.append((batch, done, times))
         singles = [item for item in others if (<Attempt> item[0]).batch.runtime == runtime]
         if not claims and not singles:
             return None
@@ -850,11 +857,20 @@ cdef class Outcomes:
         )
         return flush
 
+    def split(self, Flush flush not None):
+        """The outcomes of *flush*, which the database refuses, as one flush each: one bad outcome holds up no other."""
+        found = []
+        for batch, done, times in flush.members:
+            for idx, ms in zip(done, times):
+                found.append(self._flush(flush.runtime, [(batch, [idx], [ms])], []))
+        found += [self._flush(flush.runtime, [], [item]) for item in flush.singles]
+        return found
+
     def acknowledged(self, Flush flush not None):
         """The database has recorded *flush*; claims without open members are closed."""
         cdef Batch batch
-        for batch, count in flush.members:
-            self._close(batch, count)
+        for batch, done, _ in flush.members:
+            self._close(batch, len(done))
         for item in flush.singles:
             self._close((<Attempt> item[0]).batch, 1)
 
@@ -973,7 +989,6 @@ cdef class Crew:
             except queue.Empty:
                 return found
             if type(item) is Attempt:
-                (<Attempt> item).batch.unfinished -= 1
                 found.append(item)
 
     def dismiss(self):

@@ -29,6 +29,9 @@ R = TypeVar("R")
 H = TypeVar("H", bound=Callable[[], object])
 
 
+_NO_OPTIONS = (None,) * 9
+
+
 class Client:
     """Opens nothing until it is used; then it finds its database, see :func:`awa.config.find_database`.
 
@@ -167,7 +170,7 @@ class Client:
             ConfigError: Nothing says which kind it is.
         """
         item = args
-        if not (kind is queue is priority is max_attempts is timeout is run_at is delay is tags is metadata is None):
+        if (kind, queue, priority, max_attempts, timeout, run_at, delay, tags, metadata) != _NO_OPTIONS:
             given = {
                 "kind": kind,
                 "queue": queue,

@@ -56,10 +56,10 @@ BEGIN
           FROM ranges r
          WHERE (r.hi_xid, r.hi_entry) > (p_xid, p_entry) AND (r.lo_xid, r.lo_entry) < (r.hi_xid, r.hi_entry)
     )
-    SELECT array_agg(c.lo_xid ORDER BY c.lo_xid, c.lo_entry), array_agg(c.lo_entry ORDER BY c.lo_xid, c.lo_entry),
-           array_agg(c.hi_xid ORDER BY c.lo_xid, c.lo_entry), array_agg(c.hi_entry ORDER BY c.lo_xid, c.lo_entry)
+    SELECT coalesce(array_agg(c.lo_xid), '{}'), coalesce(array_agg(c.lo_entry), '{}'),
+           coalesce(array_agg(c.hi_xid), '{}'), coalesce(array_agg(c.hi_entry), '{}')
       INTO lo_xid, lo_entry, hi_xid, hi_entry
-      FROM clipped c;
+      FROM (SELECT * FROM clipped ORDER BY lo_xid, lo_entry) c;
 END $$;
 
 -- Those of some unclaimed entries that have ended already (cancelled or moved). A function of its own, so that a
@@ -107,6 +107,7 @@ DECLARE
     v_lane smallint;
     v_aside smallint;            -- the first priority that has jobs set aside which this worker can run
     v_direct bigint;             -- the entry before those that were appended to be claimed at once
+    v_held boolean := false;     -- others hold the rows of what was set aside: leave it for another claim
     v_claim bigint;
     v_nonce integer;
     v_last record;
@@ -125,6 +126,9 @@ BEGIN
     IF current_setting('transaction_isolation') <> 'read committed' THEN
         RAISE EXCEPTION 'awa.claim needs READ COMMITTED: an older snapshot would read an old frontier'
               USING ERRCODE = 'AWA02';
+    END IF;
+    IF p_limit IS NULL OR p_limit < 1 THEN               -- else every page would look exhausted
+        RAISE EXCEPTION 'awa.claim cannot start % attempts: give at least 1', p_limit USING ERRCODE = '22023';
     END IF;
     IF pg_current_xact_id_if_assigned() IS NULL THEN     -- else the caller's own commit would be weakened
         PERFORM set_config('synchronous_commit', 'off', true);
@@ -161,7 +165,7 @@ BEGIN
         v_now := awa.page_end();
         IF v_direct IS NULL THEN
             v_aside := NULL;
-            IF p_kinds IS NOT NULL AND EXISTS (SELECT FROM awa.waiting_jobs t
+            IF p_kinds IS NOT NULL AND NOT v_held AND EXISTS (SELECT FROM awa.waiting_jobs t
                                                 WHERE t.queue = p_queue AND t.waits_for = 'kind') THEN
                 SELECT p INTO v_aside FROM generate_series(1, 4) p
                  WHERE EXISTS (SELECT FROM awa.waiting_jobs t WHERE t.queue = p_queue AND t.waits_for = 'kind'
@@ -265,7 +269,7 @@ BEGIN
             ), last AS (
                 SELECT k.ord, k.n, k.lane, k.xid, k.entry_id FROM kept k ORDER BY k.ord DESC LIMIT 1
             ), batches AS (
-                SELECT k.slot, k.lane, array_agg(k.entry_id) AS entry_ids, array_agg(k.xid) AS xids,
+                SELECT k.slot, k.lane, min(k.ord) AS first, array_agg(k.entry_id) AS entry_ids, array_agg(k.xid) AS xids,
                        array_agg(k.id) AS ids, array_agg(k.attempt) AS attempts, array_agg(k.max_attempts) AS max_attempts,
                        array_agg(k.kind) AS kinds, array_agg(k.created_at) AS created_at,
                        array_agg(k.details) AS details, count(k.details) AS n_details,
@@ -286,6 +290,7 @@ BEGIN
                    a.slots AS alien_slots, a.lanes AS alien_lanes, a.xids AS alien_xids, a.entries AS alien_entries,
                    b.*
               FROM last l CROSS JOIN aliens a LEFT JOIN batches b ON true
+             ORDER BY b.first        -- else batches come in the order of a hash
         LOOP
             IF v_last IS NULL THEN
                 v_last := g;
@@ -352,8 +357,8 @@ BEGIN
                     RETURNING entry_id
                 )
                 SELECT min(entry_id) - 1 INTO v_direct FROM appended;
-                CONTINUE rounds WHEN v_direct IS NOT NULL;
-                v_flags := v_flags | 4;      -- somebody else holds their rows for a moment
+                v_held := v_direct IS NULL;
+                CONTINUE rounds;
             ELSIF v_direct IS NULL AND v_claimed_at < clock_timestamp() - interval '1 s'
                   AND (cardinality(w_lane) > 32 OR clock_timestamp() - v_started > interval '2 ms') THEN
                 -- an empty walk that was not cheap (late transactions, rolled-back or ended rows): do not repeat it

@@ -70,7 +70,8 @@ BEGIN
            AND NOT EXISTS (SELECT FROM awa.completions x
                             WHERE x.slot = o.slot AND x.claim_id = o.claim_id AND o.idx = ANY (x.idx))
     ), body AS MATERIALIZED (
-        SELECT m.n, m.claim_id, m.elapsed, m.error, greatest(m.delay, 0) AS delay, clock_timestamp() AS at,
+        SELECT DISTINCT ON (m.slot, m.entry_id)        -- an attempt that is quoted twice ends once
+               m.n, m.claim_id, m.elapsed, m.error, greatest(m.delay, 0) AS delay, clock_timestamp() AS at,
                -- the limit of attempts is kept here too, whoever asks
                CASE WHEN m.outcome IN ('retried', 'rescued') AND j.attempt >= j.max_attempts THEN 'failed'
                     ELSE m.outcome END AS outcome,
@@ -78,6 +79,7 @@ BEGIN
           FROM member m
           JOIN awa.jobs j ON j.slot = m.slot AND j.queue = m.queue AND j.lane = m.lane AND j.xid = m.xid
                          AND j.entry_id = m.entry_id
+         ORDER BY m.slot, m.entry_id, m.n
     ), ended AS (
         INSERT INTO awa.attempt_ends (entry_id, claim_id, flush, id, slot, outcome, ended_at, elapsed_ms, error)
         SELECT b.entry_id, b.claim_id, p_flush, b.id, b.slot, b.outcome, b.at, b.elapsed, b.error

@@ -91,7 +91,7 @@ END $$;
 -- When a batch cannot be written, each member is tried by itself; those that an open transaction is completing are
 -- left for a later call and counted as blocked.
 CREATE FUNCTION awa.rescue_v1(p_runtime bigint, p_limit integer, p_skip integer DEFAULT 0,
-                              OUT found integer, OUT ended integer, OUT blocked integer)
+                              OUT tried integer, OUT ended integer, OUT blocked integer)
 LANGUAGE plpgsql VOLATILE
 SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off
 SET lock_timeout = '20ms'
@@ -106,7 +106,7 @@ BEGIN
     IF NOT EXISTS (SELECT FROM awa.gone_runtimes t WHERE t.runtime = p_runtime) THEN
         RAISE EXCEPTION 'runtime % is not fenced: call awa.fence_v1 first', p_runtime USING ERRCODE = '55000';
     END IF;
-    found := 0;
+    tried := 0;
     ended := 0;
     blocked := 0;
     IF NOT pg_try_advisory_xact_lock(hashtextextended('awa.runtime:' || p_runtime, 0)) THEN
@@ -130,18 +130,18 @@ BEGIN
                AND NOT EXISTS (SELECT FROM awa.attempt_ends e WHERE e.slot = c.slot AND e.entry_id = m.entry_id)
              ORDER BY c.claim_id, m.idx
              LIMIT p_limit OFFSET p_skip) o;
-    found := r.n;
-    IF found = 0 THEN
+    tried := r.n;
+    IF tried = 0 THEN
         RETURN;
     END IF;
     BEGIN
         ended := cardinality(awa.end_attempts(
-            p_runtime, NULL, r.claims, r.slots, array_fill(NULL::integer, ARRAY[found]), r.idx,
-            array_fill('rescued'::text, ARRAY[found]), array_fill(0::double precision, ARRAY[found]),
-            array_fill(NULL::integer, ARRAY[found]), array_fill(v_error, ARRAY[found])));
+            p_runtime, NULL, r.claims, r.slots, array_fill(NULL::integer, ARRAY[tried]), r.idx,
+            array_fill('rescued'::text, ARRAY[tried]), array_fill(0::double precision, ARRAY[tried]),
+            array_fill(NULL::integer, ARRAY[tried]), array_fill(v_error, ARRAY[tried])));
     EXCEPTION WHEN OTHERS THEN
         ended := 0;
-        FOR v_n IN 1..found LOOP
+        FOR v_n IN 1..tried LOOP
             BEGIN
                 ended := ended + cardinality(awa.end_attempts(
                     p_runtime, NULL, r.claims[v_n:v_n], r.slots[v_n:v_n], ARRAY[NULL::integer], r.idx[v_n:v_n],

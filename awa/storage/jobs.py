@@ -15,8 +15,9 @@ import psycopg
 from psycopg import Connection, Cursor
 from psycopg.rows import class_row, tuple_row
 
-from awa.errors import JobNotFound, StaleAttempt
+from awa.errors import JobNotFound, SchemaNotMigrated, StaleAttempt
 from awa.job import JobId, JobState
+from awa.storage.migrate import OLDEST_SUPPORTED
 from awa.storage.schema import Schema
 
 
@@ -131,6 +132,17 @@ def _cursor(conn: Connection[Any]) -> Cursor[tuple[Any, ...]]:
     return Cursor(conn, row_factory=tuple_row)
 
 
+_MISSING = (psycopg.errors.UndefinedTable, psycopg.errors.UndefinedFunction, psycopg.errors.InvalidSchemaName)
+
+
+def _not_migrated(schema: Schema) -> SchemaNotMigrated:
+    return SchemaNotMigrated(
+        f"schema {schema.name} of this database has no awa tables: run `awa migrate` for it",
+        expected=OLDEST_SUPPORTED,
+        found=0,
+    )
+
+
 def insert_job(conn: Connection[Any], schema: Schema, row: JobRow, *, notify: bool) -> JobId:
     """Write one job in the transaction of *conn*.
 
@@ -140,23 +152,27 @@ def insert_job(conn: Connection[Any], schema: Schema, row: JobRow, *, notify: bo
     if row.run_at is not None or row.delay:
         return insert_jobs(conn, schema, [row], notify=notify)[0]
     with _cursor(conn) as cursor:
-        cursor.execute(
-            _statement(schema, INSERT_ONE, notify),
-            {
-                "queue": row.queue,
-                "lane": 2 * row.priority + 1,
-                "priority": row.priority,
-                "kind": row.kind,
-                "args": row.args.decode(),
-                "max_attempts": row.max_attempts,
-                "timeout_ms": row.timeout_ms,
-                "tags": None if row.tags is None else list(row.tags),
-                "metadata": None if row.metadata is None else row.metadata.decode(),
-            },
-        )
+        try:
+            cursor.execute(_statement(schema, INSERT_ONE, notify), _one(row))
+        except _MISSING as error:
+            raise _not_migrated(schema) from error
         found = cursor.fetchone()
     assert found is not None
     return JobId(int(found[0]))
+
+
+def _one(row: JobRow) -> dict[str, Any]:
+    return {
+        "queue": row.queue,
+        "lane": 2 * row.priority + 1,
+        "priority": row.priority,
+        "kind": row.kind,
+        "args": row.args.decode(),
+        "max_attempts": row.max_attempts,
+        "timeout_ms": row.timeout_ms,
+        "tags": None if row.tags is None else list(row.tags),
+        "metadata": None if row.metadata is None else row.metadata.decode(),
+    }
 
 
 class _Array(bytes):
@@ -207,7 +223,10 @@ def insert_jobs(conn: Connection[Any], schema: Schema, rows: Sequence[JobRow], *
     with _cursor(conn) as cursor:
         cursor.adapters.register_dumper(_Array, _ArrayDumper)
         cursor.adapters.register_dumper(_Int2s, _Int2sDumper)
-        cursor.execute(_statement(schema, text, notify), params)
+        try:
+            cursor.execute(_statement(schema, text, notify), params)
+        except _MISSING as error:
+            raise _not_migrated(schema) from error
         return [JobId(int(found[0])) for found in cursor.fetchall()]
 
 
@@ -216,17 +235,20 @@ def copy_jobs(conn: Connection[Any], schema: Schema, rows: Iterable[JobRow], *, 
     count = 0
     queues: set[str] = set()
     with _cursor(conn) as cursor:
-        with cursor.copy(schema.sql(COPY)) as copy:
-            lines: list[bytes] = []
-            for row in rows:
-                lines.append(_copy_line(row))
-                queues.add(row.queue)
-                if len(lines) == 500:
-                    copy.write(b"".join(lines))
-                    count += 500
-                    lines.clear()
-            copy.write(b"".join(lines))
-            count += len(lines)
+        try:
+            with cursor.copy(schema.sql(COPY)) as copy:
+                lines: list[bytes] = []
+                for row in rows:
+                    lines.append(_copy_line(row))
+                    queues.add(row.queue)
+                    if len(lines) == 500:
+                        copy.write(b"".join(lines))
+                        count += 500
+                        lines.clear()
+                copy.write(b"".join(lines))
+                count += len(lines)
+        except _MISSING as error:
+            raise _not_migrated(schema) from error
         if notify and queues:
             cursor.execute(schema.sql(RING), {"queues": sorted(queues)})
     return count
@@ -348,8 +370,11 @@ def get_job(conn: Connection[Any], schema: Schema, job_id: int) -> JobInfo:
     Raises:
         JobNotFound: There is none, or its history is gone.
     """
-    with Cursor(conn, row_factory=class_row(JobInfo)) as cursor:
-        found = cursor.execute(schema.sql(GET), {"id": job_id}).fetchone()
+    try:
+        with Cursor(conn, row_factory=class_row(JobInfo)) as cursor:
+            found = cursor.execute(schema.sql(GET), {"id": job_id}).fetchone()
+    except _MISSING as error:
+        raise _not_migrated(schema) from error
     if found is None:
         raise JobNotFound(f"no job has the id {job_id}, or its history is gone", job_id=job_id)
     return found

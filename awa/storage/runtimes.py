@@ -139,7 +139,7 @@ def fence(conn: Connection, schema: Schema, runtime: int, *, stale_after: float)
 class Rescued:
     """What one call of :func:`rescue` did."""
 
-    found: int
+    tried: int
     """Open attempts it looked at."""
     ended: int
     """Attempts it took back."""
@@ -147,7 +147,7 @@ class Rescued:
     """Attempts that could not be taken now."""
 
 
-RESCUE = "SELECT found, ended, blocked FROM awa.rescue_v1(%(runtime)s, %(limit)s, %(skip)s)"
+RESCUE = "SELECT tried, ended, blocked FROM awa.rescue_v1(%(runtime)s, %(limit)s, %(skip)s)"
 
 
 def rescue(conn: Connection, schema: Schema, runtime: int, *, limit: int, skip: int = 0) -> Rescued:

@@ -37,10 +37,10 @@ SLOW = 0.005
 """Mean seconds of a job above which a thread that runs one counts as taken."""
 
 PASSING = frozenset({"55P03", "40001", "40P01"})
-"""SQLSTATEs of a claim that met somebody else's short lock: try again."""
+"""SQLSTATEs of a claim or a flush that met somebody else's short lock: try again."""
 
-DOUBT_PAUSE = 0.25
-"""Seconds between questions about a handler's own transaction that is still open."""
+RETRY_PAUSE = 0.1
+"""Seconds before a refused flush is sent again, such as the question about a transaction that is still open."""
 
 
 class Claimer:
@@ -77,7 +77,7 @@ class Claimer:
         self._line: Line | None = None
         self._is_in_doubt = False
         self._pending: list[Flush] = []
-        self._doubt_at = 0.0
+        self._not_before: dict[int, float] = {}  # number of a refused flush -> when to send it again
         self._failures = 0
         self._last_claim = 0.0
         self._last_full = False
@@ -216,7 +216,7 @@ class Claimer:
             or self.crew.mean_seconds > FLUSH_AFTER
         ):
             self._pending += outcomes.take(runtime)
-        flushes = [flush for flush in self._pending if not flush.is_doubtful or now >= self._doubt_at]
+        flushes = [flush for flush in self._pending if now >= self._not_before.get(flush.number, 0.0)]
         if not flushes and not wanted:
             return Reply()
         try:
@@ -225,39 +225,63 @@ class Claimer:
             for claimed in reply.claims:
                 for batch in claimed.batches:
                     outcomes.opened(batch)
-            long = [a for claimed in reply.claims for a in claimed.attempts if not a.has_args]
-            if long:
-                line.fetch_args(runtime, long)
-        except psycopg.OperationalError:
+            self._fetch_long(line, runtime, reply)
+        except RuntimeGone:
+            raise
+        except BaseException:
+            # Whatever it was, what the database did is unknown now; finding out begins with a new connection.
             self._lose_line()
             raise
         self._last_full = any(
             len(claimed.attempts) >= want.limit for claimed, want in zip(reply.claims, wanted, strict=True)
         )
-        for claimed in reply.claims:
-            if claimed.error is None:
-                continue
-            if claimed.error.sqlstate not in PASSING:
-                raise claimed.error
+        failed = [claimed for claimed in reply.claims if claimed.error is not None]
+        for claimed in failed:
             claimed.is_busy = True
+            if claimed.error is not None and claimed.error.sqlstate not in PASSING:
+                if not any(other.attempts for other in reply.claims):
+                    raise claimed.error
+                log.warning("claiming from %s failed: %s", claimed.queue, claimed.error)
         return reply
+
+    def _fetch_long(self, line: Line, runtime: int, reply: Reply) -> None:
+        """Fetch the args that were too long for the claim; attempts whose args cannot be had are given back."""
+        long = [attempt for claimed in reply.claims for attempt in claimed.attempts if not attempt.has_args]
+        if not long:
+            return
+        try:
+            line.fetch_args(runtime, long)
+        except psycopg.Error as error:
+            log.warning("fetching long args failed, %d jobs are released: %s", len(long), str(error).strip())
+            for claimed in reply.claims:
+                claimed.attempts = [attempt for attempt in claimed.attempts if attempt.has_args]
+            for attempt in long:
+                if not attempt.has_args:
+                    self._outcomes.add(attempt, "released")
+            self._lose_line()
 
     def _note_settled(self, reply: Reply) -> None:
         for settled in reply.settled:
-            flush = settled.flush
-            if settled.error is None:
+            flush, error = settled.flush, settled.error
+            if error is None:
                 self._pending.remove(flush)
+                self._not_before.pop(flush.number, None)
                 self._outcomes.acknowledged(flush)
                 # A doubtful end that is refused stands already: the handler's own transaction committed it.
                 if settled.stale and not flush.is_doubtful:
                     self.stale += len(settled.stale)
                     log.warning("%d outcomes were refused: their attempts had been taken over", len(settled.stale))
-            elif settled.error.sqlstate == "AWA01":
-                continue  # exchange raises RuntimeGone
-            elif flush.is_doubtful:
-                self._doubt_at = time.monotonic() + DOUBT_PAUSE
-            else:
-                log.warning("recording %d outcomes failed, they are kept: %s", flush.count, settled.error)
+                continue
+            again = time.monotonic() + RETRY_PAUSE
+            if flush.count > 1 and error.sqlstate not in PASSING:
+                log.error("recording %d outcomes failed, each is tried by itself: %s", flush.count, error)
+                self._pending.remove(flush)
+                self._pending += self._outcomes.split(flush)
+                continue
+            if not flush.is_doubtful:
+                log.warning("recording %d outcomes failed, they are kept: %s", flush.count, error)
+                again += 0.0 if error.sqlstate in PASSING else 5.0
+            self._not_before[flush.number] = again
 
     def _connected(self) -> Line:
         if self._line is None:
@@ -289,6 +313,7 @@ class Claimer:
         self.crew.drain()
         self._outcomes.clear()
         self._pending.clear()
+        self._not_before.clear()
 
     def _settle_bells(self, count: int) -> None:
         """With work at hand: give the bells up when jobs pour in, or when no thread is left to answer."""

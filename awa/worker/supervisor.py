@@ -203,17 +203,13 @@ class Worker:
         until = time.monotonic() + (self._settings.shutdown_timeout if timeout is None else timeout)
         self._claimer.is_stopping = True
         self._claimer.poke()
-        self._crew.dismiss()
         released = self._release()
-        while any(thread.is_alive() for thread in self._threads) and time.monotonic() < until:
+        while (alive := [thread for thread in self._threads if thread.is_alive()]) and time.monotonic() < until:
             if self._outcomes.count:
                 self._claimer.flush()
-            for thread in self._threads:
-                thread.join(0.02)
-                if not thread.is_alive():
-                    continue
-                break
+            alive[0].join(0.02)
             released += self._release()  # a claim that was under way
+        released += self._release()
         left = self.running
         self._record(max(until - time.monotonic(), 2.0))
         for service in reversed(self._services):  # the heartbeat last
@@ -238,8 +234,7 @@ class Worker:
         unstarted = self._crew.drain()
         for attempt in unstarted:
             self._outcomes.add(attempt, "released")
-        if unstarted:
-            self._crew.dismiss()  # drain took the dismissals along
+        self._crew.dismiss()  # after the drain, which takes dismissals along
         return len(unstarted)
 
     def _record(self, seconds: float) -> None:

@@ -27,7 +27,9 @@ END $$;
 
 CREATE FUNCTION awa.channel() RETURNS text
     LANGUAGE sql IMMUTABLE
-    AS $$ SELECT 'awa_' || left(md5('awa.bell'), 16) $$;
+    AS $$
+    SELECT 'awa_' || left(encode(sha256(convert_to('awa.bell', 'UTF8')), 'hex'), 16)
+$$;
 
 CREATE FUNCTION awa.claim_v1(p_queue text, p_runtime bigint, p_kinds text[], p_limit integer, p_bell integer DEFAULT 0) RETURNS TABLE(flags integer, claim_id bigint, slot smallint, nonce integer, priority smallint, ids bigint[], entry_ids bigint[], attempts smallint[], max_attempts smallint[], kinds text[], lens integer[], args text, created_at timestamp with time zone[], details text[])
     LANGUAGE plpgsql
@@ -50,6 +52,7 @@ DECLARE
     v_lane smallint;
     v_aside smallint;            -- the first priority that has jobs set aside which this worker can run
     v_direct bigint;             -- the entry before those that were appended to be claimed at once
+    v_held boolean := false;     -- others hold the rows of what was set aside: leave it for another claim
     v_claim bigint;
     v_nonce integer;
     v_last record;
@@ -68,6 +71,9 @@ BEGIN
     IF current_setting('transaction_isolation') <> 'read committed' THEN
         RAISE EXCEPTION 'awa.claim needs READ COMMITTED: an older snapshot would read an old frontier'
               USING ERRCODE = 'AWA02';
+    END IF;
+    IF p_limit IS NULL OR p_limit < 1 THEN               -- else every page would look exhausted
+        RAISE EXCEPTION 'awa.claim cannot start % attempts: give at least 1', p_limit USING ERRCODE = '22023';
     END IF;
     IF pg_current_xact_id_if_assigned() IS NULL THEN     -- else the caller's own commit would be weakened
         PERFORM set_config('synchronous_commit', 'off', true);
@@ -104,7 +110,7 @@ BEGIN
         v_now := awa.page_end();
         IF v_direct IS NULL THEN
             v_aside := NULL;
-            IF p_kinds IS NOT NULL AND EXISTS (SELECT FROM awa.waiting_jobs t
+            IF p_kinds IS NOT NULL AND NOT v_held AND EXISTS (SELECT FROM awa.waiting_jobs t
                                                 WHERE t.queue = p_queue AND t.waits_for = 'kind') THEN
                 SELECT p INTO v_aside FROM generate_series(1, 4) p
                  WHERE EXISTS (SELECT FROM awa.waiting_jobs t WHERE t.queue = p_queue AND t.waits_for = 'kind'
@@ -208,7 +214,7 @@ BEGIN
             ), last AS (
                 SELECT k.ord, k.n, k.lane, k.xid, k.entry_id FROM kept k ORDER BY k.ord DESC LIMIT 1
             ), batches AS (
-                SELECT k.slot, k.lane, array_agg(k.entry_id) AS entry_ids, array_agg(k.xid) AS xids,
+                SELECT k.slot, k.lane, min(k.ord) AS first, array_agg(k.entry_id) AS entry_ids, array_agg(k.xid) AS xids,
                        array_agg(k.id) AS ids, array_agg(k.attempt) AS attempts, array_agg(k.max_attempts) AS max_attempts,
                        array_agg(k.kind) AS kinds, array_agg(k.created_at) AS created_at,
                        array_agg(k.details) AS details, count(k.details) AS n_details,
@@ -229,6 +235,7 @@ BEGIN
                    a.slots AS alien_slots, a.lanes AS alien_lanes, a.xids AS alien_xids, a.entries AS alien_entries,
                    b.*
               FROM last l CROSS JOIN aliens a LEFT JOIN batches b ON true
+             ORDER BY b.first        -- else batches come in the order of a hash
         LOOP
             IF v_last IS NULL THEN
                 v_last := g;
@@ -295,8 +302,8 @@ BEGIN
                     RETURNING entry_id
                 )
                 SELECT min(entry_id) - 1 INTO v_direct FROM appended;
-                CONTINUE rounds WHEN v_direct IS NOT NULL;
-                v_flags := v_flags | 4;      -- somebody else holds their rows for a moment
+                v_held := v_direct IS NULL;
+                CONTINUE rounds;
             ELSIF v_direct IS NULL AND v_claimed_at < clock_timestamp() - interval '1 s'
                   AND (cardinality(w_lane) > 32 OR clock_timestamp() - v_started > interval '2 ms') THEN
                 -- an empty walk that was not cheap (late transactions, rolled-back or ended rows): do not repeat it
@@ -582,10 +589,10 @@ BEGIN
           FROM ranges r
          WHERE (r.hi_xid, r.hi_entry) > (p_xid, p_entry) AND (r.lo_xid, r.lo_entry) < (r.hi_xid, r.hi_entry)
     )
-    SELECT array_agg(c.lo_xid ORDER BY c.lo_xid, c.lo_entry), array_agg(c.lo_entry ORDER BY c.lo_xid, c.lo_entry),
-           array_agg(c.hi_xid ORDER BY c.lo_xid, c.lo_entry), array_agg(c.hi_entry ORDER BY c.lo_xid, c.lo_entry)
+    SELECT coalesce(array_agg(c.lo_xid), '{}'), coalesce(array_agg(c.lo_entry), '{}'),
+           coalesce(array_agg(c.hi_xid), '{}'), coalesce(array_agg(c.hi_entry), '{}')
       INTO lo_xid, lo_entry, hi_xid, hi_entry
-      FROM clipped c;
+      FROM (SELECT * FROM clipped ORDER BY lo_xid, lo_entry) c;
 END $$;
 
 CREATE FUNCTION awa.promote_v1(p_floor timestamp with time zone, p_limit integer) RETURNS integer
@@ -621,7 +628,7 @@ BEGIN
     RETURN v_count;
 END $$;
 
-CREATE FUNCTION awa.rescue_v1(p_runtime bigint, p_limit integer, p_skip integer DEFAULT 0, OUT found integer, OUT ended integer, OUT blocked integer) RETURNS record
+CREATE FUNCTION awa.rescue_v1(p_runtime bigint, p_limit integer, p_skip integer DEFAULT 0, OUT tried integer, OUT ended integer, OUT blocked integer) RETURNS record
     LANGUAGE plpgsql
     SET plan_cache_mode TO 'force_generic_plan'
     SET enable_seqscan TO 'off'
@@ -639,7 +646,7 @@ BEGIN
     IF NOT EXISTS (SELECT FROM awa.gone_runtimes t WHERE t.runtime = p_runtime) THEN
         RAISE EXCEPTION 'runtime % is not fenced: call awa.fence_v1 first', p_runtime USING ERRCODE = '55000';
     END IF;
-    found := 0;
+    tried := 0;
     ended := 0;
     blocked := 0;
     IF NOT pg_try_advisory_xact_lock(hashtextextended('awa.runtime:' || p_runtime, 0)) THEN
@@ -663,18 +670,18 @@ BEGIN
                AND NOT EXISTS (SELECT FROM awa.attempt_ends e WHERE e.slot = c.slot AND e.entry_id = m.entry_id)
              ORDER BY c.claim_id, m.idx
              LIMIT p_limit OFFSET p_skip) o;
-    found := r.n;
-    IF found = 0 THEN
+    tried := r.n;
+    IF tried = 0 THEN
         RETURN;
     END IF;
     BEGIN
         ended := cardinality(awa.end_attempts(
-            p_runtime, NULL, r.claims, r.slots, array_fill(NULL::integer, ARRAY[found]), r.idx,
-            array_fill('rescued'::text, ARRAY[found]), array_fill(0::double precision, ARRAY[found]),
-            array_fill(NULL::integer, ARRAY[found]), array_fill(v_error, ARRAY[found])));
+            p_runtime, NULL, r.claims, r.slots, array_fill(NULL::integer, ARRAY[tried]), r.idx,
+            array_fill('rescued'::text, ARRAY[tried]), array_fill(0::double precision, ARRAY[tried]),
+            array_fill(NULL::integer, ARRAY[tried]), array_fill(v_error, ARRAY[tried])));
     EXCEPTION WHEN OTHERS THEN
         ended := 0;
-        FOR v_n IN 1..found LOOP
+        FOR v_n IN 1..tried LOOP
             BEGIN
                 ended := ended + cardinality(awa.end_attempts(
                     p_runtime, NULL, r.claims[v_n:v_n], r.slots[v_n:v_n], ARRAY[NULL::integer], r.idx[v_n:v_n],

@@ -84,7 +84,7 @@ def test_a_newer_schema_is_refused(conn: psycopg.Connection[Any], empty_database
     conn.execute("INSERT INTO awa.schema_migrations (version, name, checksum) VALUES (9999, 'later', 'x')")
     refused = run("--database", empty_database)
     assert refused.exit_code == 4
-    assert f"is at version 9999, this awa supports versions 1 to {latest_version()}: upgrade" in refused.stderr
+    assert "is at version 9999, this awa supports version" in refused.stderr
     shown = run("--status", "--database", empty_database)
     assert shown.exit_code == 4 and "upgrade awa-queue here" in shown.stdout
 

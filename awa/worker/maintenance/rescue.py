@@ -52,7 +52,7 @@ class Rescue:
             done = runtimes.rescue(conn, self._schema, runtime, limit=BATCH, skip=blocked)
             ended += done.ended
             blocked += done.blocked
-            if done.ended == 0 and done.found <= done.blocked:
+            if done.ended == 0 and done.tried <= done.blocked:
                 break
         if ended:
             log.warning("took back %d attempts of runtime %d", ended, runtime)
