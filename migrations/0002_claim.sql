@@ -334,18 +334,19 @@ BEGIN
 
         IF v_last IS NULL THEN
             IF v_direct IS NULL AND v_aside IS NOT NULL THEN
+                -- by arrays: joins may be planned as walks over the whole table
                 WITH due AS MATERIALIZED (
-                    SELECT t.id
-                      FROM (SELECT d.id FROM unnest(p_kinds) k CROSS JOIN LATERAL (
-                                   SELECT t.id, t.seq FROM awa.waiting_jobs t
-                                    WHERE t.queue = p_queue AND t.waits_for = 'kind' AND t.wait_key = k
-                                      AND t.priority = v_aside
-                                    ORDER BY t.seq LIMIT p_limit) d
-                             ORDER BY d.seq LIMIT p_limit) d
-                      JOIN awa.waiting_jobs t ON t.id = d.id
-                       FOR UPDATE OF t SKIP LOCKED
+                    SELECT t.id FROM awa.waiting_jobs t
+                     WHERE t.id = ANY (ARRAY(
+                           SELECT d.id FROM unnest(p_kinds) k CROSS JOIN LATERAL (
+                                  SELECT t.id, t.seq FROM awa.waiting_jobs t
+                                   WHERE t.queue = p_queue AND t.waits_for = 'kind' AND t.wait_key = k
+                                     AND t.priority = v_aside
+                                   ORDER BY t.seq LIMIT p_limit) d
+                            ORDER BY d.seq LIMIT p_limit))
+                       FOR UPDATE SKIP LOCKED
                 ), taken AS (
-                    DELETE FROM awa.waiting_jobs t USING due WHERE t.id = due.id RETURNING t.*
+                    DELETE FROM awa.waiting_jobs t WHERE t.id = ANY (ARRAY(SELECT due.id FROM due)) RETURNING t.*
                 ), appended AS (
                     INSERT INTO awa.jobs (id, created_at, lane, priority, attempt, max_attempts, timeout_ms, queue, kind,
                                           args, metadata, tags, concurrency_key, ordering_key, unique_key, expires_at,

@@ -11,8 +11,8 @@ CREATE FUNCTION awa.channel() RETURNS text LANGUAGE sql IMMUTABLE AS $$
 $$;
 
 -- Wake whoever sleeps for these queues. A sleeper holds its queue's bell, an advisory lock: when the bell can be had,
--- nobody waits, and nothing is notified. The empty name is the leader's, who
--- promotes what waits for a time; a waiting job rings for it when it is due within 1.5 s. NOTIFY takes a lock of the whole cluster at commit; the bell spares it.
+-- nobody waits, and nothing is notified. NOTIFY takes a lock of the whole cluster at commit; the bell spares it. The
+-- empty name is the leader's, who promotes what waits for a time: a job rings for it when it is due within 1.5 s.
 CREATE FUNCTION awa.ring(p_queues text[]) RETURNS void LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     v_queue text;

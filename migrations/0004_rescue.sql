@@ -40,16 +40,18 @@ LANGUAGE plpgsql VOLATILE
 SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off
 AS $$
 DECLARE
+    v_now timestamptz := clock_timestamp();    -- a value, which bounds the scan; a call would only filter it
     v_count integer;
     v_queues text[];
 BEGIN
     WITH due AS MATERIALIZED (
         SELECT w.id FROM awa.waiting_jobs w
-         WHERE w.waits_for = 'time' AND w.run_at > p_floor AND w.run_at <= clock_timestamp()
+         WHERE w.waits_for = 'time' AND w.run_at > p_floor AND w.run_at <= v_now
          ORDER BY w.run_at LIMIT p_limit
            FOR UPDATE SKIP LOCKED
     ), taken AS (
-        DELETE FROM awa.waiting_jobs w USING due WHERE w.id = due.id RETURNING w.*
+        -- by array: as a join it may be planned as a walk over the whole table
+        DELETE FROM awa.waiting_jobs w WHERE w.id = ANY (ARRAY(SELECT due.id FROM due)) RETURNING w.*
     ), appended AS (
         INSERT INTO awa.jobs (id, created_at, lane, priority, attempt, max_attempts, timeout_ms, queue, kind, args,
                               metadata, tags, concurrency_key, ordering_key, unique_key, expires_at, follow_ups, history)

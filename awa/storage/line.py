@@ -41,7 +41,11 @@ FETCH_ARGS = """
 
 UNLOCK_BELL = "SELECT pg_advisory_unlock(hashtextextended('awa.bell:' || $1::text, 0))"
 
-RING = "SELECT awa.ring(ARRAY[$1::text])"
+# Sent whether or not somebody holds the bell: whoever serves the queue and has a free thread comes and takes it.
+ASK_FOR_HELP = "SELECT pg_notify(awa.channel(), $1::text)"
+
+HELP = "\x01"
+"""Begins a notification that asks for help; the queue follows."""
 
 ARMED, BUSY, COME_AGAIN = 1, 2, 4
 
@@ -129,7 +133,7 @@ class Line:
             (b"claim", CLAIM),
             (b"fetch", FETCH_ARGS),
             (b"unlock", UNLOCK_BELL),
-            (b"ring", RING),
+            (b"help", ASK_FOR_HELP),
         ):
             result = self._pg.prepare(b"awa_" + name, self._schema.sql(text).encode())
             if result.status != ExecStatus.COMMAND_OK:
@@ -196,6 +200,10 @@ class Line:
                 batch = decode_batch(row, runtime, want.queue, self._handlers)
                 claimed.batches.append(batch)
                 claimed.attempts += batch
+        for want, claimed in zip(wanted, reply.claims, strict=True):
+            if want.arm and claimed.error is not None:
+                # the bell outlives the transaction, and nobody would know that it is held
+                self._ask(b"unlock", [want.queue.encode()])
         for lost in (*(settled.error for settled in reply.settled), *(claimed.error for claimed in reply.claims)):
             if lost is not None and lost.sqlstate == "AWA01":
                 raise RuntimeGone(
@@ -224,14 +232,14 @@ class Line:
             for attempt in members:
                 attempt.put_args(found[attempt.idx] or b"")
 
-    def give_up_bell(self, queue: str, *, ring: bool) -> None:
-        """Let somebody else answer for *queue*; with *ring*, wake who waits for it."""
+    def give_up_bell(self, queue: str, *, ask_for_help: bool) -> None:
+        """Let somebody else answer for *queue*, and ask for it when this process cannot."""
         self._ask(b"unlock", [queue.encode()])
-        if ring:
-            self._ask(b"ring", [queue.encode()])
+        if ask_for_help:
+            self._ask(b"help", [HELP.encode() + queue.encode()])
 
     def notifications(self) -> list[str]:
-        """The queues that were rung for since the last call; does not wait."""
+        """The queues that were rung for since the last call, or HELP and a queue; does not wait."""
         self._pg.consume_input()
         self._collect()
         found, self._notified = self._notified, []

@@ -73,6 +73,11 @@ class Bell:
             self._armed_at = now
         self.armed.add(queue)
 
+    def asked_to_help(self) -> None:
+        """Another process gave a bell up, since no thread of it is free: try to take it with the next claim."""
+        self._gap = FIRST_POLL
+        self._next_try = 0.0
+
     @property
     def is_armed(self) -> bool:
         """Whether it holds the bells of all its queues."""

@@ -16,7 +16,7 @@ from awa._core import Attempt, Crew, Flush, Handler, Outcomes
 from awa.config import QueueSpec
 from awa.errors import AwaError, RuntimeGone
 from awa.storage import jobs
-from awa.storage.line import Line, Reply, Wanted
+from awa.storage.line import HELP, Line, Reply, Wanted
 from awa.storage.pool import connect
 from awa.storage.schema import Schema
 from awa.worker.bell import FIRST_POLL, PACE, Bell
@@ -68,6 +68,7 @@ class Claimer:
         self._conninfo = conninfo
         self._schema = schema
         self._queues = list(queues)
+        self._names = frozenset(spec.name for spec in queues)
         self._handlers = handlers
         self._outcomes = outcomes
         self._threads = threads
@@ -324,7 +325,7 @@ class Claimer:
         is_saturated = (mean < 0 or mean > SLOW) and self.crew.busy() + count >= self._threads
         if bell.is_hot or is_saturated:
             for queue in list(bell.armed):
-                self._line.give_up_bell(queue, ring=is_saturated)
+                self._line.give_up_bell(queue, ask_for_help=is_saturated)
             bell.lost()
 
     def _rest(self, seconds: float) -> None:
@@ -351,7 +352,11 @@ class Claimer:
 
     def _is_rung(self, line: Line) -> bool:
         try:
-            return any(queue in self._bell.armed for queue in line.notifications())
+            notified = line.notifications()
         except psycopg.OperationalError:
             self._lose_line()
             raise
+        if any(said.startswith(HELP) and said[len(HELP) :] in self._names for said in notified):
+            self._bell.asked_to_help()
+            return True
+        return any(said in self._bell.armed for said in notified)
