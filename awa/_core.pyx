@@ -904,7 +904,8 @@ cdef class Crew:
         size: How many threads will call :meth:`work`.
         outcomes: Where successes are noted.
         job: ``job(attempt, args)`` makes what a typed handler gets.
-        conclude: ``conclude(attempt, result, error, elapsed_ms)`` notes everything but a plain success.
+        conclude: ``conclude(attempt, result, error, elapsed_ms)`` notes everything but a plain success. When it
+            raises, the job is retried after a minute.
         lead: ``lead()`` claims, and calls :meth:`refill` or :meth:`rest`.
         chosen: The class of results that are outcomes by themselves.
     """
@@ -1052,10 +1053,15 @@ cdef class Crew:
         ended = _now()
         self._note_time(ended - attempt.started)
         if error is None and not attempt.was_completed and not attempt.is_cancelled \
-                and (result is None or not isinstance(result, self.chosen)):
+                and (result is None or not issubclass(type(result), self.chosen)):
             self.outcomes.succeeded(attempt, <int32_t> min((ended - attempt.started) * 1000.0, 2e9), ended)
             return
         try:
             self.conclude(attempt, result, error, <int> min((ended - attempt.started) * 1000.0, 2e9))
-        finally:
-            error = None
+        except BaseException as odd:
+            # What a handler leaves behind may do anything when it is looked at; the thread and the job live on.
+            self.outcomes.add(
+                attempt, "retried", delay=60.0,
+                error=b'{"type":"OutcomeUnknown","text":"what its handler left raised %b","traceback":""}'
+                % type(odd).__name__.encode("ascii", "replace"),
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
@@ -73,7 +74,8 @@ class Client:
             max_args_bytes=settings.max_args_bytes,
         )
         self._pool_size = pool_size
-        self._pool: Pool | None = None
+        self._pool_lock = threading.Lock()
+        self._pool: Pool | None = None  # guarded by _pool_lock; read without it
         self._on_start: list[Callable[[], object]] = []
         self._on_stop: list[Callable[[], object]] = []
         self.registry = Registry()
@@ -280,5 +282,7 @@ class Client:
 
     def _connections(self) -> Pool:
         if self._pool is None:
-            self._pool = Pool(self._conninfo(), size=self._pool_size)
+            with self._pool_lock:
+                if self._pool is None:
+                    self._pool = Pool(self._conninfo(), size=self._pool_size)
         return self._pool

@@ -131,7 +131,7 @@ def run(database: str | None = None) -> None:
     show.say("awa demo: every .py file of Python's standard library becomes a job.")
     found = find_or_start_database(database)
     with psycopg.connect(found.conninfo, autocommit=True, fallback_application_name="awa demo") as conn:
-        _prepare(conn)
+        prepare(conn)
         show.fact("database", _name(conn, found))
         show.fact("schemas", f"{SCHEMA.name} and {APPLICATION}, made anew; nothing else is touched")
         files = find_files(Path(sysconfig.get_path("stdlib")))
@@ -149,7 +149,7 @@ def run(database: str | None = None) -> None:
         ):
             rescued = _work(conn, show, workers, len(files))
             workers.stop()
-        _check(show, _facts(conn, files), found=len(files), rescued=rescued)
+        check_facts(show, gather_facts(conn, files), found=len(files), rescued=rescued)
         show.fact("figures", _figures(conn, len(files)))
     show.say(_what_next(found))
 
@@ -174,7 +174,7 @@ def _name(conn: Connection, found: Found) -> str:
 DESCRIPTION = "SELECT n.oid, obj_description(n.oid, 'pg_namespace') FROM pg_namespace n WHERE n.nspname = %s"
 
 
-def _prepare(conn: Connection) -> None:
+def prepare(conn: Connection) -> None:
     """Make both schemas, after dropping those of an earlier run.
 
     Raises:
@@ -402,7 +402,8 @@ UNFINISHED = """
 """
 
 
-def _facts(conn: Connection, files: Sequence[Path]) -> Facts:
+def gather_facts(conn: Connection, files: Sequence[Path]) -> Facts:
+    """Read everything that was stored, and every file again."""
     stored = conn.execute(f"SELECT path, lines, digest FROM {APPLICATION}.files").fetchall()
     now = {str(path): measured(path.read_bytes()) for path in files}
     paths = {path for path, _, _ in stored}
@@ -416,7 +417,7 @@ def _facts(conn: Connection, files: Sequence[Path]) -> Facts:
     )
 
 
-def _check(show: Show, facts: Facts, *, found: int, rescued: int) -> None:
+def check_facts(show: Show, facts: Facts, *, found: int, rescued: int) -> None:
     """Print each check and its verdict.
 
     Raises:

@@ -55,6 +55,11 @@ def describe(exc: BaseException) -> Failure:
     return Failure(_type_name(exc), _cut(_text(exc), MAX_TEXT), _cut(formatted, MAX_TRACEBACK))
 
 
+def told(kind: str, text: str) -> Failure:
+    """An ending that no exception tells: what *kind* of ending, and why; cleaned and cut as those of exceptions."""
+    return Failure(_cut(kind, MAX_TYPE), _cut(str.__str__(text), MAX_TEXT), "")
+
+
 def _chain(exc: BaseException, depth: int = 0) -> list[str]:
     """The text of *exc* after those of its causes, oldest first, as Python prints them."""
     parts: list[str] = []

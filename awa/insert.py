@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any, Protocol
@@ -229,7 +229,7 @@ class Producer:
 
     def insert_many_copy(self, items: Iterable[object], conn: Lent | None) -> int:
         """Write jobs by COPY, all or nothing; they are validated as they stream."""
-        with self._writing(conn) as writing, writing.transaction() if conn is None else nullcontext():
+        with self._writing(conn) as writing:
             return jobs.copy_jobs(writing, self.schema, self._stream(items), notify=self.notify)
 
     def _stream(self, items: Iterable[object]) -> Iterator[JobRow]:

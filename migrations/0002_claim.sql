@@ -393,6 +393,8 @@ BEGIN
                    'available', 'kind', a.kind, a.queue, a.kind, a.args, a.metadata, a.tags, a.concurrency_key,
                    a.ordering_key, a.unique_key, a.expires_at, a.follow_ups, a.history
               FROM alien a ORDER BY a.n;
+            -- a call for help, which everybody hears, not a bell: whoever knows these kinds may hold none
+            PERFORM pg_notify(awa.channel(), chr(1) || p_queue);
         END IF;
         EXIT rounds WHEN v_some;
         -- Only ended or set-aside entries: remember how far the walk came, or live ones behind them stay hidden.

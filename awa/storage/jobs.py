@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import psycopg
 from psycopg import Connection, Cursor
+from psycopg.pq import TransactionStatus
 from psycopg.rows import class_row, tuple_row
 
 from awa.errors import JobNotFound, SchemaNotMigrated, StaleAttempt
@@ -231,12 +232,18 @@ def insert_jobs(conn: Connection[Any], schema: Schema, rows: Sequence[JobRow], *
 
 
 def copy_jobs(conn: Connection[Any], schema: Schema, rows: Iterable[JobRow], *, notify: bool) -> int:
-    """Write jobs that are available at once by COPY, in the transaction of *conn*; returns how many."""
+    """Write jobs that are available at once by COPY, in the transaction of *conn*; returns how many.
+
+    All or nothing, on a connection in autocommit mode too.
+    """
     count = 0
     queues: set[str] = set()
     with _cursor(conn) as cursor:
+        if conn.info.transaction_status == TransactionStatus.IDLE and not conn.autocommit:
+            cursor.execute("SELECT 1")  # begins the caller's transaction, which the block below must not commit
         try:
-            with cursor.copy(schema.sql(COPY)) as copy:
+            # a savepoint: a job that is refused half-way leaves the caller's transaction usable
+            with conn.transaction(), cursor.copy(schema.sql(COPY)) as copy:
                 lines: list[bytes] = []
                 for row in rows:
                     lines.append(_copy_line(row))
@@ -355,6 +362,9 @@ class JobInfo:
     """``time``, or ``kind``: for a worker that knows it."""
     history: list[dict[str, Any]]
     """Ended attempts that were not successful, oldest first, at most 20."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "state", JobState(self.state))
 
 
 GET = """

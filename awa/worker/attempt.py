@@ -6,13 +6,12 @@ import logging
 import time
 from typing import Any
 
-import orjson
 from psycopg import Connection, Cursor
 
 from awa import _core
 from awa._core import Attempt, Outcomes
 from awa.errors import StaleAttempt
-from awa.failure import describe
+from awa.failure import describe, told
 from awa.insert import lent
 from awa.job import Cancel, Job, Outcome, RetryAfter, Snooze
 from awa.registry import TaskOptions
@@ -63,32 +62,24 @@ class Attempts:
         )
 
     def conclude(self, attempt: Attempt, result: object, error: BaseException | None, elapsed_ms: int) -> None:
-        """Note everything but a plain success; never raises, whatever the handler's exception does."""
-        try:
-            self._conclude(attempt, result, error, elapsed_ms)
-        except Exception as ours:
-            log.exception("job %d: its outcome could not be told, it is retried", attempt.id)
-            self._outcomes.add(
-                attempt, "retried", delay=60.0, elapsed_ms=elapsed_ms, error=_error("OutcomeUnknown", str(type(ours)))
-            )
-
-    def _conclude(self, attempt: Attempt, result: object, error: BaseException | None, elapsed_ms: int) -> None:
+        """Note everything but a plain success."""
         add = self._outcomes.add
-        chosen = error if isinstance(error, Outcome) else result if error is None else None
-        match chosen:
-            case Snooze():
-                add(attempt, "snoozed", delay=chosen.seconds, elapsed_ms=elapsed_ms)
-            case Cancel():
-                reason = _error("Cancel", chosen.reason or "cancelled by its handler")
-                add(attempt, "cancelled", elapsed_ms=elapsed_ms, error=reason)
-                log.info("job %d %s: cancelled: %s", attempt.id, attempt.handler.kind, chosen.reason)
-            case RetryAfter():
-                asked = _error("RetryAfter", f"its handler asked to run again after {chosen.seconds:g} s")
-                self._retry(attempt, chosen.seconds, elapsed_ms, asked)
-            case _ if error is None:
-                add(attempt, "completed", elapsed_ms=elapsed_ms)
-            case _:
-                self._failed(attempt, error, elapsed_ms)
+        ending = result if error is None else error
+        # type(): an object may lie about its __class__
+        chosen = ending if issubclass(type(ending), Outcome) else None
+        if isinstance(chosen, Snooze):
+            add(attempt, "snoozed", delay=chosen.seconds, elapsed_ms=elapsed_ms)
+        elif isinstance(chosen, Cancel):
+            reason = told("Cancel", chosen.reason or "cancelled by its handler")
+            add(attempt, "cancelled", elapsed_ms=elapsed_ms, error=reason.as_json())
+            log.info("job %d %s: cancelled: %s", attempt.id, attempt.handler.kind, reason.text)
+        elif isinstance(chosen, RetryAfter):
+            asked = told("RetryAfter", f"its handler asked to run again after {chosen.seconds:g} s")
+            self._retry(attempt, chosen.seconds, elapsed_ms, asked.as_json())
+        elif error is None:
+            add(attempt, "completed", elapsed_ms=elapsed_ms)
+        else:
+            self._failed(attempt, error, elapsed_ms)
 
     def _failed(self, attempt: Attempt, error: BaseException, elapsed_ms: int) -> None:
         options = attempt.handler.options or TaskOptions()
@@ -131,10 +122,6 @@ class Attempts:
     def _retry(self, attempt: Attempt, seconds: float, elapsed_ms: int, error: bytes) -> None:
         # The database fails the job instead when this was its last attempt.
         self._outcomes.add(attempt, "retried", delay=seconds, elapsed_ms=elapsed_ms, error=error)
-
-
-def _error(kind: str, text: str) -> bytes:
-    return orjson.dumps({"type": kind, "text": text, "traceback": None})
 
 
 def current_job() -> Job[Any]:

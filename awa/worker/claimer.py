@@ -6,6 +6,7 @@ Whichever worker thread holds the LEAD token runs :meth:`Claimer.lead`. Only the
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -77,6 +78,7 @@ class Claimer:
         self._bell = Bell(tuple(spec.name for spec in queues), poll_interval=poll_interval, use_bells=notify)
         self._line: Line | None = None
         self._is_in_doubt = False
+        self._is_called = False
         self._pending: list[Flush] = []
         self._not_before: dict[int, float] = {}  # number of a refused flush -> when to send it again
         self._failures = 0
@@ -90,6 +92,11 @@ class Claimer:
 
     def poke(self) -> None:
         """Wake the leader, from any thread or signal handler."""
+        self._wake.ring()
+
+    def call(self) -> None:
+        """Have the leader ask the database now, whatever it sleeps for."""
+        self._is_called = True
         self._wake.ring()
 
     def lead(self) -> None:
@@ -331,11 +338,11 @@ class Claimer:
     def _rest(self, seconds: float) -> None:
         """Sleep until an insert rings, a thread has finished and its outcome is due, or the time has passed."""
         crew, outcomes, line = self.crew, self._outcomes, self._line
-        until = time.monotonic() + seconds
+        until = min(time.monotonic() + seconds, *self._not_before.values(), math.inf)
         if line is None:
             self._wake.sleep(seconds)
             return
-        while not self.is_stopping:
+        while not self.is_stopping and not self._is_called:
             if outcomes.count:
                 until = min(until, outcomes.oldest + FLUSH_AFTER)
             crew.is_asleep = True
@@ -348,7 +355,7 @@ class Claimer:
             self._wake.sleep(left, line.fileno())
             if self._is_rung(line):
                 break
-        crew.is_asleep = False
+        crew.is_asleep = self._is_called = False
 
     def _is_rung(self, line: Line) -> bool:
         try:

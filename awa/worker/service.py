@@ -74,6 +74,8 @@ class Service:
                 delay = self.step()
                 self.failures = 0
                 self.last_round = time.monotonic()
+                if delay > 0 and not self.is_stopping:
+                    self.wait(delay)
             except Exception as error:
                 self.failures += 1
                 delay = min(0.1 * 2 ** min(self.failures, 10), BACKOFF_CAP) * random.uniform(0.5, 1.0)
@@ -87,8 +89,9 @@ class Service:
                     exc_info=log.isEnabledFor(logging.DEBUG),
                 )
                 self._close_quietly()
-            if delay > 0 and not self.is_stopping:
-                self.wait(delay)
+                if not self.is_stopping:
+                    self._event.wait(delay)
+                    self._event.clear()
         self._close_quietly()
 
     def _close_quietly(self) -> None:

@@ -171,7 +171,7 @@ class Worker:
                 interval=settings.heartbeat,
                 identity=identity,
                 outcomes=self._outcomes,
-                on_gone=claimer.poke,
+                on_gone=claimer.call,
             ),
             Maintenance(
                 conninfo=conninfo,
