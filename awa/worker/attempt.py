@@ -85,6 +85,14 @@ class Attempts:
         options = attempt.handler.options or TaskOptions()
         failure = describe(error)
         number = attempt.attempt
+        if attempt.was_completed:
+            log.warning(
+                "job %d %s: raised %s after complete(): %s; this counts only if its transaction was rolled back",
+                attempt.id,
+                attempt.handler.kind,
+                failure.type,
+                failure.text,
+            )
         decided = verdict(
             error,
             attempt=number,
@@ -94,6 +102,8 @@ class Attempts:
         )
         if decided == "fail":
             self._outcomes.add(attempt, "failed", elapsed_ms=elapsed_ms, error=failure.as_json())
+            if attempt.was_completed:
+                return
             log.error(
                 "job %d %s: failed at attempt %d/%d: %s: %s",
                 attempt.id,
@@ -108,6 +118,8 @@ class Attempts:
         if delay.complaint is not None:
             log.warning("job %d %s: %s", attempt.id, attempt.handler.kind, delay.complaint)
         self._retry(attempt, delay.seconds, elapsed_ms, failure.as_json())
+        if attempt.was_completed:
+            return
         log.warning(
             "job %d %s: attempt %d/%d raised %s: %s; again in %.1f s",
             attempt.id,

@@ -21,6 +21,7 @@ from awa.storage.line import HELP, Line, Reply, Wanted
 from awa.storage.pool import connect
 from awa.storage.schema import Schema
 from awa.worker.bell import FIRST_POLL, PACE, Bell
+from awa.worker.service import first_line
 from awa.worker.wake import Wake
 
 log = logging.getLogger("awa.worker")
@@ -119,7 +120,7 @@ class Claimer:
                     "claiming failed, again in %.1f s: %s: %s",
                     delay,
                     type(error).__name__,
-                    str(error).strip(),
+                    first_line(error),
                     exc_info=not isinstance(error, (psycopg.Error, AwaError)),
                 )
                 self._wake.sleep(delay)
@@ -141,7 +142,7 @@ class Claimer:
         except RuntimeGone:
             self._forget()
         except (psycopg.Error, AwaError) as error:
-            log.warning("recording failed: %s", str(error).strip())
+            log.warning("recording failed: %s", first_line(error))
         finally:
             self.crew.rest()
         return not self._pending and not self._outcomes.count
@@ -157,7 +158,7 @@ class Claimer:
         try:
             call()
         except Exception as error:
-            log.warning("registering anew failed: %s: %s", type(error).__name__, str(error).strip())
+            log.warning("registering anew failed: %s: %s", type(error).__name__, first_line(error))
             self._wake.sleep(0.5)
 
     def _term(self) -> list[Attempt]:
@@ -249,7 +250,7 @@ class Claimer:
             if claimed.error is not None and claimed.error.sqlstate not in PASSING:
                 if not any(other.attempts for other in reply.claims):
                     raise claimed.error
-                log.warning("claiming from %s failed: %s", claimed.queue, claimed.error)
+                log.warning("claiming from %s failed: %s", claimed.queue, first_line(claimed.error))
         return reply
 
     def _fetch_long(self, line: Line, runtime: int, reply: Reply) -> None:
@@ -260,7 +261,7 @@ class Claimer:
         try:
             line.fetch_args(runtime, long)
         except psycopg.Error as error:
-            log.warning("fetching long args failed, %d jobs are released: %s", len(long), str(error).strip())
+            log.warning("fetching long args failed, %d jobs are released: %s", len(long), first_line(error))
             for claimed in reply.claims:
                 claimed.attempts = [attempt for attempt in claimed.attempts if attempt.has_args]
             for attempt in long:
@@ -282,13 +283,13 @@ class Claimer:
                 continue
             again = time.monotonic() + RETRY_PAUSE
             if flush.count > 1 and error.sqlstate not in PASSING:
-                log.error("recording %d outcomes failed, each is tried by itself: %s", flush.count, error)
+                log.error("recording %d outcomes failed, each is tried by itself: %s", flush.count, first_line(error))
                 self._pending.remove(flush)
                 self._pending += self._outcomes.split(flush)
                 continue
-            if not flush.is_doubtful:
-                log.warning("recording %d outcomes failed, they are kept: %s", flush.count, error)
-                again += 0.0 if error.sqlstate in PASSING else 5.0
+            if error.sqlstate not in PASSING:
+                log.error("recording an outcome failed, it is kept: %s", first_line(error))
+                again += 5.0
             self._not_before[flush.number] = again
 
     def _connected(self) -> Line:

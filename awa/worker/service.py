@@ -13,6 +13,11 @@ BACKOFF_CAP = 5.0
 """Most seconds between two tries of a step that keeps failing."""
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, without the context that PostgreSQL adds below."""
+    return next(iter(str(error).strip().splitlines()), "")
+
+
 class Service:
     """A thread that does one round after the other.
 
@@ -85,7 +90,7 @@ class Service:
                     self.name,
                     delay,
                     type(error).__name__,
-                    str(error).strip(),
+                    first_line(error),
                     exc_info=log.isEnabledFor(logging.DEBUG),
                 )
                 self._close_quietly()

@@ -34,7 +34,7 @@ from awa.worker.identity import Identity
 from awa.worker.maintenance.loop import Maintenance
 from awa.worker.maintenance.promote import Promote
 from awa.worker.maintenance.rescue import Rescue
-from awa.worker.service import Service
+from awa.worker.service import Service, first_line
 
 log = logging.getLogger("awa.worker")
 
@@ -250,7 +250,7 @@ class Worker:
             with connect(self._conninfo, name="leave") as connection:
                 runtimes.leave(connection, self._schema, self._identity(), newest_claim=self._outcomes.newest_claim)
         except (psycopg.Error, AwaError) as error:
-            log.warning("could not say goodbye: %s", str(error).strip())
+            log.warning("could not say goodbye: %s", first_line(error))
 
     def run(self) -> None:
         """Start, wait for SIGTERM or SIGINT, stop. In the main thread only.
