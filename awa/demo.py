@@ -338,7 +338,7 @@ def _work(conn: Connection, show: Show, workers: Workers, total: int) -> int:
             elif now - moved_at > PATIENCE:
                 raise AwaError(f"{done:,} of {total:,} jobs are done and nothing moves any more{workers.tail()}")
             if killed_at is None and done >= total // 2:
-                in_hand = _kill(conn, workers.victim, is_last_chance=done > total * 3 // 4)
+                in_hand = _kill(conn, workers, is_last_chance=done > total * 3 // 4)
                 if in_hand is not None:
                     killed_at = now
                     is_rescue_due = in_hand > THREADS
@@ -350,22 +350,25 @@ def _work(conn: Connection, show: Show, workers: Workers, total: int) -> int:
     return rescued
 
 
-def _kill(conn: Connection, victim: subprocess.Popen[bytes], *, is_last_chance: bool) -> int | None:
-    """Kill *victim* if it has attempts in hand that it cannot be committing just now, so that some must be rescued.
+def _kill(conn: Connection, workers: Workers, *, is_last_chance: bool) -> int | None:
+    """Kill the victim if it has attempts in hand that it cannot be committing just now, so that some must be rescued.
 
     It is frozen for the look, so that what is counted is what is killed.
 
     Returns:
         How many attempts were open; None when it lives on, to be tried again.
     """
-    os.kill(victim.pid, signal.SIGSTOP)
-    os.waitpid(victim.pid, os.WUNTRACED)
+    victim = workers.victim
+    victim.send_signal(signal.SIGSTOP)
+    _, status = os.waitpid(victim.pid, os.WUNTRACED)
+    if not os.WIFSTOPPED(status):
+        raise AwaError(f"worker {victim.pid} ended by itself{workers.tail()}")
     in_hand = _count(conn, IN_HAND, victim.pid)
     if in_hand > THREADS or is_last_chance:
         victim.kill()
         victim.wait()
         return in_hand
-    os.kill(victim.pid, signal.SIGCONT)
+    victim.send_signal(signal.SIGCONT)
     return None
 
 

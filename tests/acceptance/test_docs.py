@@ -1,0 +1,99 @@
+"""The README and docs/: every code block runs, every link leads somewhere, every setting is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from awa.config import Settings
+from awa.worker.__main__ import main as worker_command
+from tests.acceptance import run_page
+from tests.acceptance.run_page import read_blocks
+from tests.fixtures.db import wait_until
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LANGUAGES = {"python", "pycon", "console"}
+
+
+def environment(database: str) -> dict[str, str]:
+    return os.environ | {"AWA_DATABASE_URL": database, "DATABASE_URL": database}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_code_block_runs(page: Path, database: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", run_page.__file__, page],
+        cwd=tmp_path,
+        env=environment(database),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_says_its_language(page: Path) -> None:
+    assert {block.language for block in read_blocks(page)} <= LANGUAGES
+    assert page.read_text().count("\n```") == 2 * len(list(read_blocks(page))), "a fence is not closed"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        linked = (page.parent / name).resolve() if name else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", linked.read_text(encoding="utf-8"), re.MULTILINE)
+            anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in anchors, f"{page.name} links to {target}"
+
+
+def test_the_first_program_of_the_readme_works_as_it_is_typed(database: str, tmp_path: Path) -> None:
+    for block in read_blocks(ROOT / "README.md"):
+        if block.file_name:
+            (tmp_path / block.file_name).write_text(block.text, encoding="utf-8")
+    python, env = [sys.executable, "-W", "error"], environment(database)
+    printed = tmp_path / "printed"
+    with printed.open("w") as stdout, (tmp_path / "log").open("w") as stderr:
+        worker = subprocess.Popen(
+            [*python, "-m", "awa.worker", "jobs"], cwd=tmp_path, env=env, stdout=stdout, stderr=stderr
+        )
+    try:
+        for program in ("insert.py", "order.py"):
+            subprocess.run([*python, program], cwd=tmp_path, env=env, check=True, timeout=30)
+        wait_until(lambda: len(printed.read_text().splitlines()) == 2, timeout=15)
+        worker.send_signal(signal.SIGINT)
+        assert worker.wait(15) == 0, (tmp_path / "log").read_text()
+    finally:
+        worker.kill()
+        worker.wait()
+    assert sorted(printed.read_text().splitlines()) == ["Hello, world!", "Thank you, Ada!"]
+
+
+def test_every_setting_of_a_worker_is_in_the_table_with_its_flag_and_default() -> None:
+    text = (ROOT / "docs" / "workers.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \|(.*?)\| `(AWA_\w+)`.*? \| (.*?) \|", text, re.MULTILINE)
+    fields = {field.name: field.default for field in dataclasses.fields(Settings)}
+    # not told yet: an attempt's time is not enforced
+    assert {name for name, *_ in rows} == fields.keys() - {"sources", "timeout"}
+    flags = {flag for option in worker_command.params for flag in option.opts}
+    for name, flag, variable, default in rows:
+        assert variable == f"AWA_{name.upper()}"
+        assert not flag.strip() or re.findall(r"`(--[\w-]+)`", flag)[0] in flags
+        value = fields[name]
+        shown = "on" if value is True else value[0].name if isinstance(value, tuple) else f"{value}".removesuffix(".0")
+        assert default.strip("`") == shown, name
+    told = {flag for _, cell, *_ in rows for flag in re.findall(r"`(--[\w-]+)`", cell)}
+    assert told == {flag for flag in flags if flag.startswith("--")}

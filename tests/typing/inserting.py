@@ -1,0 +1,66 @@
+"""Inserting and reading jobs as users do; checked, never run."""
+
+from datetime import UTC, datetime, timedelta
+from typing import Any, assert_type
+
+import psycopg
+from psycopg.rows import DictRow, dict_row
+
+import awa
+
+client = awa.Client("postgresql://localhost/app", schema="jobs", max_args_bytes=1024, pool_size=4)
+
+
+@client.task()
+def resize(path: str, width: int = 800) -> None: ...
+
+
+inserted = client.insert(resize.bind("a.png"), delay=timedelta(minutes=1), tags=["a"], metadata={"by": {"id": 1}})
+assert_type(inserted, awa.Inserted)
+assert_type(inserted.id, awa.JobId)
+assert_type(inserted.is_new, bool)
+assert_type(client.insert({"path": "a.png"}, kind="resize", run_at=datetime.now(UTC)), awa.Inserted)
+
+jobs = client.insert_many([resize.bind("a.png"), awa.NewJob(resize.bind("b.png"), priority=1, tags={"b"})])
+assert_type(jobs, list[awa.Inserted])
+assert_type(client.insert_many_copy(resize.bind(f"{n}.png") for n in range(3)), int)
+
+found = inserted.get()
+assert_type(found, awa.JobInfo)
+assert_type(found.state, awa.JobState)
+assert_type(found.state.is_terminal, bool)
+assert_type(found.run_at, datetime | None)
+assert_type(found.history, list[dict[str, Any]])
+assert_type(client.get(inserted.id), awa.JobInfo)
+
+client.insert(resize.bind("a.png"), delay="1 minute")  # type: ignore[arg-type]
+client.insert(resize.bind("a.png"), run_at="tomorrow")  # type: ignore[arg-type]
+client.insert(resize.bind("a.png"), "email")  # type: ignore[call-arg]
+client.insert(resize.bind("a.png"), prio=1)  # type: ignore[call-arg]
+client.insert(resize.bind("a.png"), metadata=["by"])  # type: ignore[arg-type]
+client.insert_many(resize.bind("a.png"))  # type: ignore[arg-type]
+awa.NewJob(resize.bind("a.png"), "email")  # type: ignore[call-arg]
+inserted.id = awa.JobId(3)  # type: ignore[misc]
+client.get("3")  # type: ignore[arg-type]
+
+
+def in_a_transaction(conn: psycopg.Connection[DictRow]) -> None:
+    """Whatever a connection's rows are."""
+    with conn.transaction(), conn.cursor(row_factory=dict_row) as cursor:
+        assert_type(client.insert(resize.bind("a.png"), conn=conn), awa.Inserted)
+        client.insert(resize.bind("a.png"), conn=cursor)
+        client.insert_many([resize.bind("a.png")], conn=conn)
+        client.insert_many_copy([resize.bind("a.png")], conn=cursor)
+
+
+async def with_what_cannot_be_lent(conn: psycopg.AsyncConnection) -> None:
+    client.insert(resize.bind("a.png"), conn=conn)  # type: ignore[arg-type]
+    client.insert(resize.bind("a.png"), conn="postgresql://localhost/app")  # type: ignore[arg-type]
+
+
+try:
+    client.insert(resize.bind("a.png"), priority=9)
+except awa.ValidationError as error:
+    assert_type(error.path, str)
+except awa.JobNotFound as error:
+    assert_type(error.job_id, int)
