@@ -224,6 +224,7 @@ class Client:
         poll_interval: float | timedelta | None = None,
         heartbeat: float | timedelta | None = None,
         stale_after: float | timedelta | None = None,
+        timeout: float | timedelta | None = None,
         shutdown_timeout: float | timedelta | None = None,
         flags: dict[str, object] | None = None,
     ) -> Worker:
@@ -232,7 +233,7 @@ class Client:
         Args:
             queues: ``NAME`` or ``NAME:MAX_WORKERS``; None: AWA_QUEUES, or ``default``.
             threads: Handlers that run at once; None: AWA_THREADS, or 10.
-            poll_interval, heartbeat, stale_after, shutdown_timeout: Seconds; see :class:`awa.config.Settings`.
+            poll_interval, heartbeat, stale_after, timeout, shutdown_timeout: Seconds; see :class:`awa.config.Settings`.
             flags: Settings that came from a command line; an argument here goes before them.
 
         Raises:
@@ -246,6 +247,7 @@ class Client:
             "poll_interval": poll_interval,
             "heartbeat": heartbeat,
             "stale_after": stale_after,
+            "timeout": timeout,
             "shutdown_timeout": shutdown_timeout,
         }
         return Worker(

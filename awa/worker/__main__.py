@@ -73,6 +73,7 @@ def _what(value: object) -> str:
 @click.option("--poll-interval", metavar="SECONDS", help="Longest wait when no wake-up comes.")
 @click.option("--heartbeat", metavar="SECONDS", help="Between signs of life.")
 @click.option("--stale-after", metavar="SECONDS", help="Silence after which a worker is taken for dead.")
+@click.option("--timeout", metavar="SECONDS", help="Most that an attempt may take; 0 for no limit.")
 @click.option("--shutdown-timeout", metavar="SECONDS", help="Grace time of running handlers.")
 @click.option("--log-format", metavar="text|json", help="How logs are written.")
 @click.option("--log-level", metavar="LEVEL", help="debug, info, warning or error.")

@@ -87,7 +87,7 @@ def test_every_setting_of_a_worker_is_in_the_table_with_its_flag_and_default() -
     rows = re.findall(r"^\| `(\w+)` \|(.*?)\| `(AWA_\w+)`.*? \| (.*?) \|", text, re.MULTILINE)
     fields = {field.name: field.default for field in dataclasses.fields(Settings)}
     # not told yet: an attempt's time is not enforced
-    assert {name for name, *_ in rows} == fields.keys() - {"sources", "timeout"}
+    assert {name for name, *_ in rows} == fields.keys() - {"sources"}
     flags = {flag for option in worker_command.params for flag in option.opts}
     for name, flag, variable, default in rows:
         assert variable == f"AWA_{name.upper()}"
