@@ -227,6 +227,7 @@ class Server:
         settings: Added to :data:`SETTINGS` and stronger than them.
         keep_programs: Run a copy of the programs kept in *directory*, so that the server survives the removal of the
             environment they were installed in. They are copied anyway when the server's user cannot use them.
+        initdb_options: Given to ``initdb`` when the cluster is made.
     """
 
     def __init__(
@@ -237,6 +238,7 @@ class Server:
         socket_directory: str | os.PathLike[str] | None = None,
         settings: Mapping[str, str | int] | None = None,
         keep_programs: bool = False,
+        initdb_options: Sequence[str] = (),
     ) -> None:
         self.binaries = binaries
         self.directory = Path(directory).absolute()
@@ -246,6 +248,7 @@ class Server:
         self.log = self.directory / "server.log"
         self.settings = {**SETTINGS, **(settings or {})}
         self.keep_programs = keep_programs
+        self._initdb_options = tuple(initdb_options)
         self._given_socket_directory = Path(socket_directory).absolute() if socket_directory is not None else None
 
     # what everybody may ask
@@ -404,6 +407,7 @@ class Server:
         command += ["--encoding=UTF8", "--locale=C"]
         command += ["--locale-provider=builtin", "--builtin-locale=C.UTF-8"] if self.binaries.major >= 17 else []
         command += ["--no-sync"] if self.settings.get("fsync") == "off" else []
+        command += self._initdb_options
         # with the lock: when we are killed, the next starter waits until our initdb has ended
         answer = self._run(command, user, pass_fds=(lock,))
         if answer.returncode != 0:

@@ -102,7 +102,11 @@ def prepare(item: object, registry: Registry, defaults: Defaults) -> JobRow:
         ConfigError: Nothing says which kind it is.
     """
     if not isinstance(item, NewJob):
-        kind, body, task = _body(item, None, registry, defaults)
+        if type(item) is BoundArgs:  # the same as _body does, without the way there
+            task: Task[..., Any] | None = item.task
+            kind, body = item.task.kind, item.task.codec.dump(item.args, defaults.max_args_bytes)
+        else:
+            kind, body, task = _body(item, None, registry, defaults)
         said = _NOTHING if task is None else task.options
         return JobRow(
             said.queue or defaults.queue,
@@ -132,7 +136,7 @@ def prepare(item: object, registry: Registry, defaults: Defaults) -> JobRow:
         None if new.tags is None else options.check_tags(new.tags),
         None if new.metadata is None else _metadata(new.metadata, defaults.max_args_bytes),
         run_at,
-        delay,
+        delay or None,
     )
 
 
@@ -187,10 +191,10 @@ def lent(conn: Lent) -> Connection[Any]:
     Raises:
         ConfigError: It is something else.
     """
-    if isinstance(conn, Cursor):
-        return conn.connection
     if isinstance(conn, Connection):
         return conn
+    if isinstance(conn, Cursor):
+        return conn.connection
     raise ConfigError(
         f"conn is a {type(conn).__module__}.{type(conn).__name__}: lend a psycopg (version 3) connection or cursor"
     )

@@ -106,6 +106,7 @@ def _terminated_in_order() -> Iterator[None]:
 @click.option("--threads", type=click.IntRange(1), default=4, show_default=True, help="Threads of the worker process.")
 @click.option("--database", metavar="URL", help="A server's, of somebody who may create databases and checkpoint.")
 @click.option("--pg", type=click.Choice(["system", "embedded"]), help="Whose programs the private server runs.")
+@click.option("--checksums", is_flag=True, help="Have the private server keep checksums of its pages.")
 @click.option("--json", "is_json", is_flag=True, help="Print one line of JSON for each repetition, not a table.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Append the lines of JSON to this file.")
 def main(
@@ -116,6 +117,7 @@ def main(
     threads: int,
     database: str | None,
     pg: str | None,
+    checksums: bool,
     is_json: bool,
     out: Path | None,
 ) -> None:
@@ -130,7 +132,7 @@ def main(
             if out is not None:
                 out.parent.mkdir(parents=True, exist_ok=True)
                 file = stack.enter_context(out.open("a", encoding="utf-8"))
-            place = stack.enter_context(find_place(database, pg))
+            place = stack.enter_context(find_place(database, pg, checksums=checksums))
             facts = place.facts()
             _say(describe(facts))
             for line in _run(place, targets, jobs=jobs, duration=duration, threads=threads, repeat=repeat, facts=facts):

@@ -60,22 +60,19 @@ def values() -> dict[str, object]:
         "kind": row.kind,
         "args": row.args.decode(),
         "max_attempts": row.max_attempts,
-        "timeout_ms": row.timeout_ms,
-        "tags": row.tags,
-        "metadata": row.metadata,
     }
 
 
 def script(*, notify: bool) -> str:
-    """The statement of ``client.insert`` for pgbench, which sends its variables as parameters but cannot send NULL.
+    """The statement of ``client.insert`` for pgbench, which sends its variables as parameters.
 
     Raises:
         BenchmarkError: The statement has a parameter that is not known here.
     """
     statement = jobs._statement(Schema(), jobs.INSERT_ONE, notify)
-    for name, value in values().items():
-        statement = statement.replace(f"%({name})s", "NULL" if value is None else f":{name}")
-    if "%(" in statement:
+    for name in values():
+        statement = statement.replace("%s", f":{name}", 1)
+    if "%s" in statement:
         raise BenchmarkError(f"client.insert has a parameter that benchmarks/scenarios/producers.py lacks: {statement}")
     return statement.strip() + ";\n"
 
@@ -86,7 +83,7 @@ def _produce(plan: Plan, script_file: Path, connections: int, seconds: int) -> t
     with tempfile.TemporaryDirectory() as logs:
         command = [plan.pgbench, "--no-vacuum", "--protocol=prepared", f"--file={script_file}", f"--time={seconds}"]
         command += [f"--client={connections}", f"--jobs={min(connections, 2)}", "--log", f"--log-prefix={logs}/log"]
-        command += [f"--define={name}={value}" for name, value in values().items() if value is not None]
+        command += [f"--define={name}={value}" for name, value in values().items()]
         address: dict[str, Any] = conninfo_to_dict(plan.database)
         password = str(address.pop("password", ""))
         done = subprocess.run(
