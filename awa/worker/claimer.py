@@ -138,14 +138,35 @@ class Claimer:
         if not self.crew.take_lead():
             return False
         try:
-            self._exchange(())
+            self._record()
+        finally:
+            self.crew.rest()
+        return not self._pending and not self._outcomes.count
+
+    def give_back(self) -> None:
+        """Release what was claimed and has not started: every thread turned out to be busy for longer."""
+        if not self.crew.take_lead():
+            return
+        try:
+            unstarted = self.crew.drain()
+            for attempt in unstarted:
+                self._outcomes.add(attempt, "released")
+            if unstarted:
+                log.info("%d jobs that waited behind slow ones are released", len(unstarted))
+                self._record()
+        finally:
+            if self.is_stopping:
+                self.crew.rest()
+            else:
+                self.crew.refill([], 0)
+
+    def _record(self) -> None:
+        try:
+            self._exchange((), must_flush=True)
         except RuntimeGone:
             self._forget()
         except (psycopg.Error, AwaError) as error:
             log.warning("recording failed: %s", first_line(error))
-        finally:
-            self.crew.rest()
-        return not self._pending and not self._outcomes.count
 
     def close(self) -> None:
         """Close the connection and the wake-up socket."""
@@ -212,15 +233,15 @@ class Claimer:
                 wanted.append(Wanted(spec.name, room, arm and spec.name not in self._bell.armed))
         return wanted
 
-    def _exchange(self, wanted: Sequence[Wanted]) -> Reply:
+    def _exchange(self, wanted: Sequence[Wanted], *, must_flush: bool = False) -> Reply:
         """One round trip; the attempts that it claimed are open, and everything it settled is closed."""
         line = self._connected()
         runtime = self._identity()
         now = time.monotonic()
         outcomes = self._outcomes
         if outcomes.count and (
-            self._bell.is_hot
-            or self.is_stopping
+            must_flush
+            or self._bell.is_hot
             or now - outcomes.oldest >= FLUSH_AFTER
             or self.crew.mean_seconds > FLUSH_AFTER
         ):

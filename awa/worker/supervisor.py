@@ -28,13 +28,13 @@ from awa.storage.pool import connect
 from awa.storage.schema import Schema
 from awa.worker.attempt import Attempts
 from awa.worker.claimer import Claimer
-from awa.worker.deadline import Deadlines
 from awa.worker.heartbeat import Heartbeat
 from awa.worker.identity import Identity
 from awa.worker.maintenance.loop import Maintenance
 from awa.worker.maintenance.promote import Promote
 from awa.worker.maintenance.rescue import Rescue
 from awa.worker.service import Service, first_line
+from awa.worker.watch import Watch
 
 log = logging.getLogger("awa.worker")
 
@@ -183,7 +183,7 @@ class Worker:
                     Rescue(schema, heartbeat=settings.heartbeat, stale_after=settings.stale_after),
                 ],
             ),
-            Deadlines(self._crew, timeout=settings.timeout),
+            Watch(self._crew, timeout=settings.timeout, give_back=claimer.give_back),
         ]
 
     def stop(self, timeout: float | None = None) -> None:
