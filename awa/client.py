@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from psycopg import Connection
 
 from awa import options
-from awa.config import Settings, load_settings
+from awa.config import Settings, find_database, load_settings
 from awa.insert import Defaults, Inserted, Lent, NewJob, Producer, override
 from awa.job import JobId
 from awa.registry import Registry, Task, TaskOptions
@@ -277,7 +277,10 @@ class Client:
         return load_settings({k: v for k, v in given.items() if v is not None}, flags=flags)
 
     def _conninfo(self) -> str:
-        # the private server's code is needed only when a database is
+        found = find_database(self._database)
+        if found is not None:
+            return found.conninfo
+        # the private server's code is loaded only when it is needed, and works on fewer platforms
         from awa.embedded import find_or_start_database
 
         return find_or_start_database(self._database).conninfo

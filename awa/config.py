@@ -227,7 +227,7 @@ def load_settings(
             sources[name] = source
 
     settings = Settings(**values, sources=MappingProxyType(sources))
-    if settings.stale_after < 3 * settings.heartbeat:
+    if settings.stale_after < 3 * settings.heartbeat * (1 - 1e-9):  # 0.6 is less than 3 * 0.2 in binary
         raise ConfigError(
             f"stale_after is {settings.stale_after:g} s (from {sources['stale_after']}) and heartbeat is"
             f" {settings.heartbeat:g} s (from {sources['heartbeat']}): give a stale_after of at least three heartbeats,"

@@ -74,7 +74,7 @@ _PROGRAMS = ("postgres", "initdb", "pg_ctl")
 _PORT = 5432  # names the socket file; no TCP port is opened
 _SOCKET = f".s.PGSQL.{_PORT}"
 _SOCKET_PATH_BYTES = 107  # sun_path has 108 bytes and ends with NUL; stay below on every system
-_SIGNALS = {"smart": signal.SIGTERM, "fast": signal.SIGINT, "immediate": signal.SIGQUIT}
+_SIGNALS = {"smart": "SIGTERM", "fast": "SIGINT", "immediate": "SIGQUIT"}
 
 StopMode = Literal["smart", "fast", "immediate"]
 
@@ -326,7 +326,7 @@ class Server:
             if pid is None:
                 return False
             with suppress(ProcessLookupError):
-                os.kill(pid, _SIGNALS[mode])
+                os.kill(pid, getattr(signal, _SIGNALS[mode]))
             deadline = time.monotonic() + timeout
             while not (self._is_free() and _is_dead(pid)):
                 if time.monotonic() > deadline:

@@ -266,7 +266,7 @@ class Worker:
         }
         try:
             self.start()
-            while not self._asked.wait(3600):
+            while not self._asked.wait(1.0):  # a signal that another thread got runs its handler here, on waking
                 pass
             self.stop()
         finally:
