@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -464,13 +465,21 @@ def _figures(conn: Connection, total: int) -> str:
     return f"{rate:,.0f} jobs/s, each with a transaction of its own; {total:,} in {whole:.1f} s, rescue included"
 
 
+def _where_awa_is() -> str:
+    """What makes ``awa`` and ``python`` mean this environment's, when the shell does not know it yet."""
+    here = Path(sys.executable).parent
+    if shutil.which("awa") is not None or not (here / "activate").exists():
+        return ""
+    return f", after `source {os.path.relpath(here / 'activate')}`"
+
+
 def _what_next(found: Found) -> str:
     address = {"embedded": "$(awa db url)", "AWA_DATABASE_URL": "$AWA_DATABASE_URL", "DATABASE_URL": "$DATABASE_URL"}
     target = address.get(found.source, redact(found.conninfo))
     psql = f'psql "{target}"' if target else "psql"
     lines = [
         "",
-        "What to try next:",
+        f"What to try next{_where_awa_is()}:",
         f"  {psql} -c 'SELECT path, lines FROM {APPLICATION}.files ORDER BY lines DESC LIMIT 5'",
         "  awa migrate                  make awa's tables for programs of your own",
         "  python -m awa.worker jobs    run your jobs; README.md has a first jobs.py",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
+from itertools import chain, islice
 from typing import Any, Protocol
 
 from psycopg import Connection, Cursor
@@ -19,6 +20,9 @@ from awa.registry import BoundArgs, Registry, Task, TaskOptions
 from awa.storage import jobs
 from awa.storage.jobs import JobInfo, JobRow
 from awa.storage.schema import Schema
+
+FIRST_LOOK = 500
+"""Jobs of a COPY that are validated before anything is sent."""
 
 Lent = Connection[Any] | Cursor[Any]
 """What ``conn=`` takes."""
@@ -233,8 +237,10 @@ class Producer:
 
     def insert_many_copy(self, items: Iterable[object], conn: Lent | None) -> int:
         """Write jobs by COPY, all or nothing; they are validated as they stream."""
+        rows = self._stream(items)
+        first = list(islice(rows, FIRST_LOOK))  # what is refused at the beginning needs no database
         with self._writing(conn) as writing:
-            return jobs.copy_jobs(writing, self.schema, self._stream(items), notify=self.notify)
+            return jobs.copy_jobs(writing, self.schema, chain(first, rows), notify=self.notify)
 
     def _stream(self, items: Iterable[object]) -> Iterator[JobRow]:
         for position, item in enumerate(items):

@@ -77,6 +77,8 @@ class Pool:
 
         with self._lock:
             if self._pool is None or self._pid != os.getpid():
+                # says at once, and why, when there is no server; the pool itself would try for half a minute
+                connect(self._conninfo, name="client").close()
                 self._pool = ConnectionPool(
                     self._conninfo,
                     min_size=1,
@@ -91,9 +93,25 @@ class Pool:
 
     @contextmanager
     def connection(self) -> Iterator[Connection]:
-        """Borrow a connection in autocommit mode; a transaction that was left open is rolled back on return."""
-        with self._mine().connection() as connection:
+        """Borrow a connection in autocommit mode; a transaction that was left open is rolled back on return.
+
+        Raises:
+            DatabaseNotFound: No server answers, or all connections stayed in use for 30 s.
+        """
+        from psycopg_pool import PoolTimeout
+
+        pool = self._mine()
+        try:
+            connection = pool.getconn()
+        except PoolTimeout as error:
+            raise DatabaseNotFound(
+                f"no connection came free within {pool.timeout:.0f} s: all {self._size} of this process are in use, or "
+                "the server does not answer; see pool_size of awa.Client"
+            ) from error
+        try:
             yield connection
+        finally:
+            pool.putconn(connection)
 
     def close(self) -> None:
         """Close every connection of this process. The pool opens again when it is used again."""
