@@ -69,8 +69,9 @@ BEGIN
     IF NOT EXISTS (SELECT FROM awa.attempt_ends t WHERE t.claim_id IS NULL) THEN
         RETURN '{}';
     END IF;
-    RETURN ARRAY(SELECT t.entry_id FROM unnest(p_slots, p_entries) AS e(slot, entry_id)
-                   JOIN awa.attempt_ends t ON t.slot = e.slot AND t.entry_id = e.entry_id);
+    RETURN ARRAY(SELECT e.entry_id FROM unnest(p_slots, p_entries) AS e(slot, entry_id)
+                  WHERE EXISTS (SELECT FROM awa.attempt_ends t
+                                 WHERE t.slot = e.slot AND t.entry_id = e.entry_id OFFSET 0));
 END $$;
 
 -- Start attempts on up to p_limit available entries of a queue. In a transaction of its own; it commits
@@ -167,10 +168,11 @@ BEGIN
             v_aside := NULL;
             IF p_kinds IS NOT NULL AND NOT v_held AND EXISTS (SELECT FROM awa.waiting_jobs t
                                                 WHERE t.queue = p_queue AND t.waits_for = 'kind') THEN
-                SELECT p INTO v_aside FROM generate_series(1, 4) p
-                 WHERE EXISTS (SELECT FROM awa.waiting_jobs t WHERE t.queue = p_queue AND t.waits_for = 'kind'
-                                  AND t.wait_key = ANY (p_kinds) AND t.priority = p)
-                 ORDER BY p LIMIT 1;
+                SELECT min(d.priority) INTO v_aside
+                  FROM unnest(p_kinds) k CROSS JOIN LATERAL (
+                       SELECT t.priority FROM awa.waiting_jobs t
+                        WHERE t.queue = p_queue AND t.waits_for = 'kind' AND t.wait_key = k
+                        ORDER BY t.priority LIMIT 1) d;
             END IF;
         END IF;
 
@@ -269,9 +271,10 @@ BEGIN
             ), last AS (
                 SELECT k.ord, k.n, k.lane, k.xid, k.entry_id FROM kept k ORDER BY k.ord DESC LIMIT 1
             ), batches AS (
-                SELECT k.slot, k.lane, min(k.ord) AS first, array_agg(k.entry_id) AS entry_ids, array_agg(k.xid) AS xids,
-                       array_agg(k.id) AS ids, array_agg(k.attempt) AS attempts, array_agg(k.max_attempts) AS max_attempts,
-                       array_agg(k.kind) AS kinds, array_agg(k.created_at) AS created_at,
+                SELECT k.slot, k.lane, min(k.ord) AS first, array_agg(k.entry_id) AS entry_ids,
+                       array_agg(k.xid) AS xids, array_agg(k.id) AS ids, array_agg(k.attempt) AS attempts,
+                       array_agg(k.max_attempts) AS max_attempts, array_agg(k.kind) AS kinds,
+                       array_agg(k.created_at) AS created_at,
                        array_agg(k.details) AS details, count(k.details) AS n_details,
                        max(k.attempt) AS top_attempt, min(k.max_attempts) AS lo_max, max(k.max_attempts) AS hi_max,
                        string_agg(k.args, '') FILTER (WHERE k.bytes <= c_bytes) AS args,
@@ -379,8 +382,9 @@ BEGIN
                 SELECT a.n, j.*
                   FROM unnest(v_last.alien_slots, v_last.alien_lanes, v_last.alien_xids, v_last.alien_entries)
                        WITH ORDINALITY AS a(slot, lane, xid, entry_id, n)
-                  JOIN awa.jobs j ON j.slot = a.slot AND j.queue = p_queue AND j.lane = a.lane AND j.xid = a.xid
-                                 AND j.entry_id = a.entry_id
+                 CROSS JOIN LATERAL (SELECT * FROM awa.jobs j
+                                      WHERE j.slot = a.slot AND j.queue = p_queue AND j.lane = a.lane AND j.xid = a.xid
+                                        AND j.entry_id = a.entry_id LIMIT 1) j
                  ORDER BY a.n
             ), ended AS (
                 INSERT INTO awa.attempt_ends (entry_id, claim_id, id, slot, outcome)
@@ -419,7 +423,8 @@ AS $$
     SELECT i, j.args::text
       FROM awa.claims c
      CROSS JOIN unnest(p_idx) i
-      JOIN awa.jobs j ON j.slot = c.slot AND j.queue = c.queue AND j.lane = c.lane
-                     AND j.xid = c.xids[i] AND j.entry_id = c.entry_ids[i]
+     CROSS JOIN LATERAL (SELECT j.args FROM awa.jobs j
+                          WHERE j.slot = c.slot AND j.queue = c.queue AND j.lane = c.lane
+                            AND j.xid = c.xids[i] AND j.entry_id = c.entry_ids[i] LIMIT 1) j
      WHERE c.slot = p_slot AND c.runtime = p_runtime AND c.claim_id = p_claim
 $$;

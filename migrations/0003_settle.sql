@@ -4,6 +4,9 @@
 --
 -- Every function here quotes the attempt: its claim, that claim's nonce, the member's position and the runtime. A
 -- crash can forget a claim and hand its number out again; the nonce tells the two apart.
+--
+-- Rows are looked up one by one, in LATERAL (... LIMIT 1) and EXISTS (... OFFSET 0): as plain joins they are planned as
+-- hash joins over all that a runtime ever claimed, when the tables are small at first, and sessions keep their plans.
 
 -- The notification channel of this schema, the same length whatever its name.
 CREATE FUNCTION awa.channel() RETURNS text LANGUAGE sql IMMUTABLE AS $$
@@ -65,10 +68,11 @@ BEGIN
                c.entry_ids[o.idx] AS entry_id, c.xids[o.idx] AS xid
           FROM unnest(p_claims, p_slots, p_nonces, p_idx, p_outcomes, p_delays, p_elapsed, p_errors::json[])
                WITH ORDINALITY AS o(claim_id, slot, nonce, idx, outcome, delay, elapsed, error, n)
-          JOIN awa.claims c ON c.slot = o.slot AND c.runtime = p_runtime AND c.claim_id = o.claim_id
+         CROSS JOIN LATERAL (SELECT * FROM awa.claims c
+                              WHERE c.slot = o.slot AND c.runtime = p_runtime AND c.claim_id = o.claim_id LIMIT 1) c
          WHERE (o.nonce IS NULL OR c.nonce = o.nonce) AND o.idx BETWEEN 1 AND cardinality(c.entry_ids)
            AND NOT EXISTS (SELECT FROM awa.completions x
-                            WHERE x.slot = o.slot AND x.claim_id = o.claim_id AND o.idx = ANY (x.idx))
+                            WHERE x.slot = o.slot AND x.claim_id = o.claim_id AND o.idx = ANY (x.idx) OFFSET 0)
     ), body AS MATERIALIZED (
         SELECT DISTINCT ON (m.slot, m.entry_id)        -- an attempt that is quoted twice ends once
                m.n, m.claim_id, m.elapsed, m.error, greatest(m.delay, 0) AS delay, clock_timestamp() AS at,
@@ -77,8 +81,9 @@ BEGIN
                     ELSE m.outcome END AS outcome,
                m.outcome AS asked, j.*
           FROM member m
-          JOIN awa.jobs j ON j.slot = m.slot AND j.queue = m.queue AND j.lane = m.lane AND j.xid = m.xid
-                         AND j.entry_id = m.entry_id
+         CROSS JOIN LATERAL (SELECT * FROM awa.jobs j
+                              WHERE j.slot = m.slot AND j.queue = m.queue AND j.lane = m.lane AND j.xid = m.xid
+                                AND j.entry_id = m.entry_id LIMIT 1) j
          ORDER BY m.slot, m.entry_id, m.n
     ), ended AS (
         INSERT INTO awa.attempt_ends (entry_id, claim_id, flush, id, slot, outcome, ended_at, elapsed_ms, error)
@@ -171,9 +176,10 @@ BEGIN
         WITH good AS MATERIALIZED (
             SELECT u.n::integer AS n, u.claim, u.slot, u.lo, u.hi
               FROM unnest(p_claims, p_slots, p_nonces, p_lo, p_hi) WITH ORDINALITY AS u(claim, slot, nonce, lo, hi, n)
-              JOIN awa.claims c ON c.slot = u.slot AND c.runtime = p_runtime AND c.claim_id = u.claim
-                               AND c.nonce = u.nonce
-             WHERE NOT EXISTS (SELECT FROM awa.attempt_ends e WHERE e.slot = u.slot AND e.claim_id = u.claim)
+             CROSS JOIN LATERAL (SELECT FROM awa.claims c
+                                  WHERE c.slot = u.slot AND c.runtime = p_runtime AND c.claim_id = u.claim
+                                    AND c.nonce = u.nonce LIMIT 1) c
+             WHERE NOT EXISTS (SELECT FROM awa.attempt_ends e WHERE e.slot = u.slot AND e.claim_id = u.claim OFFSET 0)
         ), recorded AS (
             INSERT INTO awa.completions (claim_id, flush, slot, idx, elapsed_ms)
             SELECT g.claim, p_flush, g.slot, p_idx[g.lo:g.hi], p_elapsed[g.lo:g.hi] FROM good g
@@ -184,8 +190,9 @@ BEGIN
             FOR r IN SELECT u.*, c.entry_ids, c.claim_id IS NOT NULL AS ours
                        FROM unnest(p_claims, p_slots, p_nonces, p_lo, p_hi) WITH ORDINALITY
                             AS u(claim, slot, nonce, lo, hi, n)
-                       LEFT JOIN awa.claims c ON c.slot = u.slot AND c.runtime = p_runtime AND c.claim_id = u.claim
-                                             AND c.nonce = u.nonce
+                       LEFT JOIN LATERAL (SELECT * FROM awa.claims c
+                                           WHERE c.slot = u.slot AND c.runtime = p_runtime AND c.claim_id = u.claim
+                                             AND c.nonce = u.nonce LIMIT 1) c ON true
                       WHERE u.n <> ALL (coalesce(v_done, '{}'))
             LOOP
                 v_idx := p_idx[r.lo:r.hi];
@@ -215,9 +222,11 @@ BEGIN
             SELECT u.claim, u.idx
               FROM unnest(o_claims, o_slots, o_idx) WITH ORDINALITY AS u(claim, slot, idx, n)
              WHERE u.n <> ALL (v_done)
-               AND NOT EXISTS (SELECT FROM awa.claims c
-                                 JOIN awa.attempt_ends e ON e.slot = u.slot AND e.entry_id = c.entry_ids[u.idx]
-                                WHERE c.slot = u.slot AND c.runtime = p_runtime AND c.claim_id = u.claim
-                                  AND e.claim_id = u.claim AND e.flush = p_flush);
+               AND NOT EXISTS (SELECT FROM awa.attempt_ends e
+                                WHERE e.slot = u.slot AND e.claim_id = u.claim AND e.flush = p_flush
+                                  AND e.entry_id = (SELECT c.entry_ids[u.idx] FROM awa.claims c
+                                                     WHERE c.slot = u.slot AND c.runtime = p_runtime
+                                                       AND c.claim_id = u.claim LIMIT 1)
+                               OFFSET 0);
     END IF;
 END $$;

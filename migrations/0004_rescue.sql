@@ -46,7 +46,7 @@ DECLARE
 BEGIN
     WITH due AS MATERIALIZED (
         SELECT w.id FROM awa.waiting_jobs w
-         WHERE w.waits_for = 'time' AND w.run_at > p_floor AND w.run_at <= v_now
+         WHERE w.waits_for = 'time' AND w.run_at >= p_floor AND w.run_at <= v_now
          ORDER BY w.run_at LIMIT p_limit
            FOR UPDATE SKIP LOCKED
     ), taken AS (
@@ -124,12 +124,19 @@ BEGIN
       INTO r
       FROM (SELECT c.claim_id, c.slot, m.idx::smallint AS idx
               FROM awa.runtime_instances i
-              JOIN awa.claims c ON c.runtime = i.id AND (c.claim_id > i.newest_claim OR c.claim_id = ANY (i.open_claims))
+             CROSS JOIN LATERAL (
+                   SELECT t.* FROM awa.claims t WHERE t.runtime = p_runtime AND t.claim_id > i.newest_claim
+                   UNION ALL
+                   SELECT t.* FROM unnest(i.open_claims) o CROSS JOIN LATERAL (
+                          SELECT * FROM awa.claims t
+                           WHERE t.runtime = p_runtime AND t.claim_id = o AND o <= i.newest_claim OFFSET 0) t) c
              CROSS JOIN LATERAL unnest(c.entry_ids) WITH ORDINALITY AS m(entry_id, idx)
              WHERE i.id = p_runtime
                AND NOT EXISTS (SELECT FROM awa.completions x
-                                WHERE x.slot = c.slot AND x.claim_id = c.claim_id AND m.idx::smallint = ANY (x.idx))
-               AND NOT EXISTS (SELECT FROM awa.attempt_ends e WHERE e.slot = c.slot AND e.entry_id = m.entry_id)
+                                WHERE x.slot = c.slot AND x.claim_id = c.claim_id AND m.idx::smallint = ANY (x.idx)
+                               OFFSET 0)
+               AND NOT EXISTS (SELECT FROM awa.attempt_ends e
+                                WHERE e.slot = c.slot AND e.entry_id = m.entry_id OFFSET 0)
              ORDER BY c.claim_id, m.idx
              LIMIT p_limit OFFSET p_skip) o;
     tried := r.n;

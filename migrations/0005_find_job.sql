@@ -21,7 +21,7 @@ DECLARE
 BEGIN
     RETURN QUERY
         SELECT w.id, w.queue, w.kind, w.state, w.priority, w.attempt, w.max_attempts, w.args, w.metadata, w.tags,
-               w.created_at, w.run_at, NULL::timestamptz, w.waits_for, w.history
+               w.created_at, CASE WHEN isfinite(w.run_at) THEN w.run_at END, NULL::timestamptz, w.waits_for, w.history
           FROM awa.waiting_jobs w WHERE w.id = p_id
         UNION ALL
         SELECT e.id, e.queue, e.kind, e.state, e.priority, e.attempt, e.max_attempts, e.args, e.metadata, e.tags,

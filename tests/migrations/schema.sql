@@ -112,10 +112,11 @@ BEGIN
             v_aside := NULL;
             IF p_kinds IS NOT NULL AND NOT v_held AND EXISTS (SELECT FROM awa.waiting_jobs t
                                                 WHERE t.queue = p_queue AND t.waits_for = 'kind') THEN
-                SELECT p INTO v_aside FROM generate_series(1, 4) p
-                 WHERE EXISTS (SELECT FROM awa.waiting_jobs t WHERE t.queue = p_queue AND t.waits_for = 'kind'
-                                  AND t.wait_key = ANY (p_kinds) AND t.priority = p)
-                 ORDER BY p LIMIT 1;
+                SELECT min(d.priority) INTO v_aside
+                  FROM unnest(p_kinds) k CROSS JOIN LATERAL (
+                       SELECT t.priority FROM awa.waiting_jobs t
+                        WHERE t.queue = p_queue AND t.waits_for = 'kind' AND t.wait_key = k
+                        ORDER BY t.priority LIMIT 1) d;
             END IF;
         END IF;
 
@@ -214,9 +215,10 @@ BEGIN
             ), last AS (
                 SELECT k.ord, k.n, k.lane, k.xid, k.entry_id FROM kept k ORDER BY k.ord DESC LIMIT 1
             ), batches AS (
-                SELECT k.slot, k.lane, min(k.ord) AS first, array_agg(k.entry_id) AS entry_ids, array_agg(k.xid) AS xids,
-                       array_agg(k.id) AS ids, array_agg(k.attempt) AS attempts, array_agg(k.max_attempts) AS max_attempts,
-                       array_agg(k.kind) AS kinds, array_agg(k.created_at) AS created_at,
+                SELECT k.slot, k.lane, min(k.ord) AS first, array_agg(k.entry_id) AS entry_ids,
+                       array_agg(k.xid) AS xids, array_agg(k.id) AS ids, array_agg(k.attempt) AS attempts,
+                       array_agg(k.max_attempts) AS max_attempts, array_agg(k.kind) AS kinds,
+                       array_agg(k.created_at) AS created_at,
                        array_agg(k.details) AS details, count(k.details) AS n_details,
                        max(k.attempt) AS top_attempt, min(k.max_attempts) AS lo_max, max(k.max_attempts) AS hi_max,
                        string_agg(k.args, '') FILTER (WHERE k.bytes <= c_bytes) AS args,
@@ -279,18 +281,19 @@ BEGIN
 
         IF v_last IS NULL THEN
             IF v_direct IS NULL AND v_aside IS NOT NULL THEN
+                -- by arrays: joins may be planned as walks over the whole table
                 WITH due AS MATERIALIZED (
-                    SELECT t.id
-                      FROM (SELECT d.id FROM unnest(p_kinds) k CROSS JOIN LATERAL (
-                                   SELECT t.id, t.seq FROM awa.waiting_jobs t
-                                    WHERE t.queue = p_queue AND t.waits_for = 'kind' AND t.wait_key = k
-                                      AND t.priority = v_aside
-                                    ORDER BY t.seq LIMIT p_limit) d
-                             ORDER BY d.seq LIMIT p_limit) d
-                      JOIN awa.waiting_jobs t ON t.id = d.id
-                       FOR UPDATE OF t SKIP LOCKED
+                    SELECT t.id FROM awa.waiting_jobs t
+                     WHERE t.id = ANY (ARRAY(
+                           SELECT d.id FROM unnest(p_kinds) k CROSS JOIN LATERAL (
+                                  SELECT t.id, t.seq FROM awa.waiting_jobs t
+                                   WHERE t.queue = p_queue AND t.waits_for = 'kind' AND t.wait_key = k
+                                     AND t.priority = v_aside
+                                   ORDER BY t.seq LIMIT p_limit) d
+                            ORDER BY d.seq LIMIT p_limit))
+                       FOR UPDATE SKIP LOCKED
                 ), taken AS (
-                    DELETE FROM awa.waiting_jobs t USING due WHERE t.id = due.id RETURNING t.*
+                    DELETE FROM awa.waiting_jobs t WHERE t.id = ANY (ARRAY(SELECT due.id FROM due)) RETURNING t.*
                 ), appended AS (
                     INSERT INTO awa.jobs (id, created_at, lane, priority, attempt, max_attempts, timeout_ms, queue, kind,
                                           args, metadata, tags, concurrency_key, ordering_key, unique_key, expires_at,
@@ -323,8 +326,9 @@ BEGIN
                 SELECT a.n, j.*
                   FROM unnest(v_last.alien_slots, v_last.alien_lanes, v_last.alien_xids, v_last.alien_entries)
                        WITH ORDINALITY AS a(slot, lane, xid, entry_id, n)
-                  JOIN awa.jobs j ON j.slot = a.slot AND j.queue = p_queue AND j.lane = a.lane AND j.xid = a.xid
-                                 AND j.entry_id = a.entry_id
+                 CROSS JOIN LATERAL (SELECT * FROM awa.jobs j
+                                      WHERE j.slot = a.slot AND j.queue = p_queue AND j.lane = a.lane AND j.xid = a.xid
+                                        AND j.entry_id = a.entry_id LIMIT 1) j
                  ORDER BY a.n
             ), ended AS (
                 INSERT INTO awa.attempt_ends (entry_id, claim_id, id, slot, outcome)
@@ -337,6 +341,8 @@ BEGIN
                    'available', 'kind', a.kind, a.queue, a.kind, a.args, a.metadata, a.tags, a.concurrency_key,
                    a.ordering_key, a.unique_key, a.expires_at, a.follow_ups, a.history
               FROM alien a ORDER BY a.n;
+            -- a call for help, which everybody hears, not a bell: whoever knows these kinds may hold none
+            PERFORM pg_notify(awa.channel(), chr(1) || p_queue);
         END IF;
         EXIT rounds WHEN v_some;
         -- Only ended or set-aside entries: remember how far the walk came, or live ones behind them stay hidden.
@@ -391,19 +397,23 @@ BEGIN
                c.entry_ids[o.idx] AS entry_id, c.xids[o.idx] AS xid
           FROM unnest(p_claims, p_slots, p_nonces, p_idx, p_outcomes, p_delays, p_elapsed, p_errors::json[])
                WITH ORDINALITY AS o(claim_id, slot, nonce, idx, outcome, delay, elapsed, error, n)
-          JOIN awa.claims c ON c.slot = o.slot AND c.runtime = p_runtime AND c.claim_id = o.claim_id
+         CROSS JOIN LATERAL (SELECT * FROM awa.claims c
+                              WHERE c.slot = o.slot AND c.runtime = p_runtime AND c.claim_id = o.claim_id LIMIT 1) c
          WHERE (o.nonce IS NULL OR c.nonce = o.nonce) AND o.idx BETWEEN 1 AND cardinality(c.entry_ids)
            AND NOT EXISTS (SELECT FROM awa.completions x
-                            WHERE x.slot = o.slot AND x.claim_id = o.claim_id AND o.idx = ANY (x.idx))
+                            WHERE x.slot = o.slot AND x.claim_id = o.claim_id AND o.idx = ANY (x.idx) OFFSET 0)
     ), body AS MATERIALIZED (
-        SELECT m.n, m.claim_id, m.elapsed, m.error, greatest(m.delay, 0) AS delay, clock_timestamp() AS at,
+        SELECT DISTINCT ON (m.slot, m.entry_id)        -- an attempt that is quoted twice ends once
+               m.n, m.claim_id, m.elapsed, m.error, greatest(m.delay, 0) AS delay, clock_timestamp() AS at,
                -- the limit of attempts is kept here too, whoever asks
                CASE WHEN m.outcome IN ('retried', 'rescued') AND j.attempt >= j.max_attempts THEN 'failed'
                     ELSE m.outcome END AS outcome,
                m.outcome AS asked, j.*
           FROM member m
-          JOIN awa.jobs j ON j.slot = m.slot AND j.queue = m.queue AND j.lane = m.lane AND j.xid = m.xid
-                         AND j.entry_id = m.entry_id
+         CROSS JOIN LATERAL (SELECT * FROM awa.jobs j
+                              WHERE j.slot = m.slot AND j.queue = m.queue AND j.lane = m.lane AND j.xid = m.xid
+                                AND j.entry_id = m.entry_id LIMIT 1) j
+         ORDER BY m.slot, m.entry_id, m.n
     ), ended AS (
         INSERT INTO awa.attempt_ends (entry_id, claim_id, flush, id, slot, outcome, ended_at, elapsed_ms, error)
         SELECT b.entry_id, b.claim_id, p_flush, b.id, b.slot, b.outcome, b.at, b.elapsed, b.error
@@ -463,8 +473,9 @@ BEGIN
     IF NOT EXISTS (SELECT FROM awa.attempt_ends t WHERE t.claim_id IS NULL) THEN
         RETURN '{}';
     END IF;
-    RETURN ARRAY(SELECT t.entry_id FROM unnest(p_slots, p_entries) AS e(slot, entry_id)
-                   JOIN awa.attempt_ends t ON t.slot = e.slot AND t.entry_id = e.entry_id);
+    RETURN ARRAY(SELECT e.entry_id FROM unnest(p_slots, p_entries) AS e(slot, entry_id)
+                  WHERE EXISTS (SELECT FROM awa.attempt_ends t
+                                 WHERE t.slot = e.slot AND t.entry_id = e.entry_id OFFSET 0));
 END $$;
 
 CREATE FUNCTION awa.fence_v1(p_runtime bigint, p_silent double precision) RETURNS boolean
@@ -494,8 +505,9 @@ CREATE FUNCTION awa.fetch_args_v1(p_runtime bigint, p_claim bigint, p_slot small
     SELECT i, j.args::text
       FROM awa.claims c
      CROSS JOIN unnest(p_idx) i
-      JOIN awa.jobs j ON j.slot = c.slot AND j.queue = c.queue AND j.lane = c.lane
-                     AND j.xid = c.xids[i] AND j.entry_id = c.entry_ids[i]
+     CROSS JOIN LATERAL (SELECT j.args FROM awa.jobs j
+                          WHERE j.slot = c.slot AND j.queue = c.queue AND j.lane = c.lane
+                            AND j.xid = c.xids[i] AND j.entry_id = c.entry_ids[i] LIMIT 1) j
      WHERE c.slot = p_slot AND c.runtime = p_runtime AND c.claim_id = p_claim
 $$;
 
@@ -513,7 +525,7 @@ DECLARE
 BEGIN
     RETURN QUERY
         SELECT w.id, w.queue, w.kind, w.state, w.priority, w.attempt, w.max_attempts, w.args, w.metadata, w.tags,
-               w.created_at, w.run_at, NULL::timestamptz, w.waits_for, w.history
+               w.created_at, CASE WHEN isfinite(w.run_at) THEN w.run_at END, NULL::timestamptz, w.waits_for, w.history
           FROM awa.waiting_jobs w WHERE w.id = p_id
         UNION ALL
         SELECT e.id, e.queue, e.kind, e.state, e.priority, e.attempt, e.max_attempts, e.args, e.metadata, e.tags,
@@ -603,16 +615,18 @@ CREATE FUNCTION awa.promote_v1(p_floor timestamp with time zone, p_limit integer
     SET jit TO 'off'
     AS $$
 DECLARE
+    v_now timestamptz := clock_timestamp();    -- a value, which bounds the scan; a call would only filter it
     v_count integer;
     v_queues text[];
 BEGIN
     WITH due AS MATERIALIZED (
         SELECT w.id FROM awa.waiting_jobs w
-         WHERE w.waits_for = 'time' AND w.run_at > p_floor AND w.run_at <= clock_timestamp()
+         WHERE w.waits_for = 'time' AND w.run_at >= p_floor AND w.run_at <= v_now
          ORDER BY w.run_at LIMIT p_limit
            FOR UPDATE SKIP LOCKED
     ), taken AS (
-        DELETE FROM awa.waiting_jobs w USING due WHERE w.id = due.id RETURNING w.*
+        -- by array: as a join it may be planned as a walk over the whole table
+        DELETE FROM awa.waiting_jobs w WHERE w.id = ANY (ARRAY(SELECT due.id FROM due)) RETURNING w.*
     ), appended AS (
         INSERT INTO awa.jobs (id, created_at, lane, priority, attempt, max_attempts, timeout_ms, queue, kind, args,
                               metadata, tags, concurrency_key, ordering_key, unique_key, expires_at, follow_ups, history)
@@ -662,12 +676,19 @@ BEGIN
       INTO r
       FROM (SELECT c.claim_id, c.slot, m.idx::smallint AS idx
               FROM awa.runtime_instances i
-              JOIN awa.claims c ON c.runtime = i.id AND (c.claim_id > i.newest_claim OR c.claim_id = ANY (i.open_claims))
+             CROSS JOIN LATERAL (
+                   SELECT t.* FROM awa.claims t WHERE t.runtime = p_runtime AND t.claim_id > i.newest_claim
+                   UNION ALL
+                   SELECT t.* FROM unnest(i.open_claims) o CROSS JOIN LATERAL (
+                          SELECT * FROM awa.claims t
+                           WHERE t.runtime = p_runtime AND t.claim_id = o AND o <= i.newest_claim OFFSET 0) t) c
              CROSS JOIN LATERAL unnest(c.entry_ids) WITH ORDINALITY AS m(entry_id, idx)
              WHERE i.id = p_runtime
                AND NOT EXISTS (SELECT FROM awa.completions x
-                                WHERE x.slot = c.slot AND x.claim_id = c.claim_id AND m.idx::smallint = ANY (x.idx))
-               AND NOT EXISTS (SELECT FROM awa.attempt_ends e WHERE e.slot = c.slot AND e.entry_id = m.entry_id)
+                                WHERE x.slot = c.slot AND x.claim_id = c.claim_id AND m.idx::smallint = ANY (x.idx)
+                               OFFSET 0)
+               AND NOT EXISTS (SELECT FROM awa.attempt_ends e
+                                WHERE e.slot = c.slot AND e.entry_id = m.entry_id OFFSET 0)
              ORDER BY c.claim_id, m.idx
              LIMIT p_limit OFFSET p_skip) o;
     tried := r.n;
@@ -741,9 +762,10 @@ BEGIN
         WITH good AS MATERIALIZED (
             SELECT u.n::integer AS n, u.claim, u.slot, u.lo, u.hi
               FROM unnest(p_claims, p_slots, p_nonces, p_lo, p_hi) WITH ORDINALITY AS u(claim, slot, nonce, lo, hi, n)
-              JOIN awa.claims c ON c.slot = u.slot AND c.runtime = p_runtime AND c.claim_id = u.claim
-                               AND c.nonce = u.nonce
-             WHERE NOT EXISTS (SELECT FROM awa.attempt_ends e WHERE e.slot = u.slot AND e.claim_id = u.claim)
+             CROSS JOIN LATERAL (SELECT FROM awa.claims c
+                                  WHERE c.slot = u.slot AND c.runtime = p_runtime AND c.claim_id = u.claim
+                                    AND c.nonce = u.nonce LIMIT 1) c
+             WHERE NOT EXISTS (SELECT FROM awa.attempt_ends e WHERE e.slot = u.slot AND e.claim_id = u.claim OFFSET 0)
         ), recorded AS (
             INSERT INTO awa.completions (claim_id, flush, slot, idx, elapsed_ms)
             SELECT g.claim, p_flush, g.slot, p_idx[g.lo:g.hi], p_elapsed[g.lo:g.hi] FROM good g
@@ -754,8 +776,9 @@ BEGIN
             FOR r IN SELECT u.*, c.entry_ids, c.claim_id IS NOT NULL AS ours
                        FROM unnest(p_claims, p_slots, p_nonces, p_lo, p_hi) WITH ORDINALITY
                             AS u(claim, slot, nonce, lo, hi, n)
-                       LEFT JOIN awa.claims c ON c.slot = u.slot AND c.runtime = p_runtime AND c.claim_id = u.claim
-                                             AND c.nonce = u.nonce
+                       LEFT JOIN LATERAL (SELECT * FROM awa.claims c
+                                           WHERE c.slot = u.slot AND c.runtime = p_runtime AND c.claim_id = u.claim
+                                             AND c.nonce = u.nonce LIMIT 1) c ON true
                       WHERE u.n <> ALL (coalesce(v_done, '{}'))
             LOOP
                 v_idx := p_idx[r.lo:r.hi];
@@ -785,10 +808,12 @@ BEGIN
             SELECT u.claim, u.idx
               FROM unnest(o_claims, o_slots, o_idx) WITH ORDINALITY AS u(claim, slot, idx, n)
              WHERE u.n <> ALL (v_done)
-               AND NOT EXISTS (SELECT FROM awa.claims c
-                                 JOIN awa.attempt_ends e ON e.slot = u.slot AND e.entry_id = c.entry_ids[u.idx]
-                                WHERE c.slot = u.slot AND c.runtime = p_runtime AND c.claim_id = u.claim
-                                  AND e.claim_id = u.claim AND e.flush = p_flush);
+               AND NOT EXISTS (SELECT FROM awa.attempt_ends e
+                                WHERE e.slot = u.slot AND e.claim_id = u.claim AND e.flush = p_flush
+                                  AND e.entry_id = (SELECT c.entry_ids[u.idx] FROM awa.claims c
+                                                     WHERE c.slot = u.slot AND c.runtime = p_runtime
+                                                       AND c.claim_id = u.claim LIMIT 1)
+                               OFFSET 0);
     END IF;
 END $$;
 

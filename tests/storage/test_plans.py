@@ -1,0 +1,422 @@
+"""The plans of the engine's statements, on empty, large and skewed tables, with good, bad and no statistics.
+
+They are read with auto_explain after ten executions, when every statement has the plan it keeps. No time is measured:
+a good plan reads few rows, whatever the tables hold.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+import pytest
+
+from tests.storage.engine import (
+    Conn,
+    Outcome,
+    claim,
+    complete,
+    end_unclaimed,
+    fall_silent,
+    fence,
+    insert,
+    promote,
+    register,
+    rescue,
+    scalar,
+    settle,
+)
+
+LARGE = 200_000
+
+SEGMENTED = re.compile(r"(jobs|claims|completions|attempt_ends)(_\d)?|waiting_jobs")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One statement that ran, with what its nodes did."""
+
+    query: str
+    root: dict[str, Any]
+    settings: dict[str, str]
+    has_jit: bool
+
+    def nodes(self, below: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
+        node = self.root if below is None else below
+        yield node
+        for child in node.get("Plans", ()):
+            yield from self.nodes(child)
+
+    def rows_read(self) -> int:
+        """Rows that the scans of tables produced or threw away."""
+        read = 0.0
+        for node in self.nodes():
+            if "Relation Name" in node and "Scan" in node["Node Type"]:
+                rows = node["Actual Rows"] + node.get("Rows Removed by Filter", 0)
+                read += (rows + node.get("Rows Removed by Index Recheck", 0)) * node["Actual Loops"]
+        return round(read)
+
+
+class Explained:
+    """The plans of what a connection runs."""
+
+    def __init__(self, conn: Conn) -> None:
+        self.conn = conn
+        self.plans: list[Plan] = []
+        conn.execute("LOAD 'auto_explain'")
+        for name, value in (
+            ("log_min_duration", "0"),
+            ("log_nested_statements", "on"),
+            ("log_analyze", "on"),
+            ("log_timing", "off"),
+            ("log_settings", "on"),
+            ("log_format", "json"),
+            ("log_level", "log"),
+        ):
+            conn.execute(f"SET auto_explain.{name} = '{value}'")
+        # so that a plan which is compiled would show it
+        conn.execute("SET jit = on; SET jit_above_cost = 0")
+        conn.add_notice_handler(self._note)
+
+    def _note(self, notice: psycopg.errors.Diagnostic) -> None:
+        text = notice.message_primary or ""
+        if "  plan:\n" in text:
+            found = json.loads(text.partition("  plan:\n")[2])
+            self.plans.append(Plan(found["Query Text"], found["Plan"], found.get("Settings", {}), "JIT" in found))
+
+    @contextmanager
+    def watch(self) -> Iterator[list[Plan]]:
+        """The list fills with the plans of the statements that the functions of the schema run inside the block."""
+        self.plans.clear()
+        found: list[Plan] = []
+        self.conn.execute("SET client_min_messages = log")
+        yield found
+        self.conn.execute("SET client_min_messages = notice")
+        found += [plan for plan in self.plans if "_v1(" not in plan.query and "client_min_messages" not in plan.query]
+
+
+@pytest.fixture
+def explained(conn: Conn) -> Explained:
+    return Explained(conn)
+
+
+def check(plans: list[Plan], *, most_rows: int) -> None:
+    """No statement reads a whole table, none is compiled, and all of them together read few rows."""
+    assert plans
+    for plan in plans:
+        assert not plan.has_jit, plan.query
+        for node in plan.nodes():
+            name = node.get("Relation Name", "")
+            assert not (node["Node Type"] == "Seq Scan" and SEGMENTED.fullmatch(name)), (name, plan.query)
+    read = {plan.query: plan.rows_read() for plan in plans}
+    assert sum(read.values()) <= most_rows, sorted(read.items(), key=lambda item: -item[1])[0]
+
+
+def check_walk(plans: list[Plan]) -> None:
+    """The walk is a Limit over a nested loop: the ranges outside, index scans of the partitions, merged, inside."""
+    walks = [plan for plan in plans if plan.query.startswith("WITH sized")]
+    assert walks
+    for plan in walks:
+        [sized] = [node for node in plan.nodes() if node.get("Subplan Name") == "CTE sized"]
+        limit = next(node for node in plan.nodes(sized) if node["Node Type"] == "Limit")
+        assert "Sort" not in {node["Node Type"] for node in plan.nodes(sized)}
+        [loop] = limit["Plans"]
+        assert loop["Node Type"] == "Nested Loop"
+        outer, inner = loop["Plans"]
+        assert (outer["Node Type"], outer["Parent Relationship"]) == ("Function Scan", "Outer")
+        below = list(plan.nodes(inner))
+        [merge] = [node for node in below if node["Node Type"] == "Merge Append"]
+        assert {node["Node Type"] for node in merge["Plans"]} <= {"Index Scan", "Result", "Subquery Scan"}
+        scans = [node for node in below if "Relation Name" in node]
+        assert {node["Relation Name"] for node in scans} == {f"jobs_{slot}" for slot in range(8)}
+        for node in scans:
+            assert node["Node Type"] == "Index Scan"
+            for column in ("queue", "lane", "ROW(xid, entry_id) >", "ROW(xid, entry_id) <"):
+                assert column in node["Index Cond"], node["Index Cond"]
+
+
+def fill(conn: Conn, queues: str) -> None:
+    """LARGE jobs in one statement; *queues* is the SQL of the queue of job n."""
+    conn.execute(
+        f"INSERT INTO awa.jobs (queue, kind, args) SELECT {queues}, 'noop', '{{}}' FROM generate_series(1, {LARGE}) n"
+    )
+
+
+def nothing(conn: Conn, runtime: int) -> None:
+    """Few jobs, and no others."""
+    insert(conn, *range(400))
+
+
+def one_queue(conn: Conn, runtime: int) -> None:
+    """One queue with LARGE jobs."""
+    fill(conn, "'q'")
+
+
+def one_huge_of_many(conn: Conn, runtime: int) -> None:
+    """A thousand queues of ten jobs, one huge one."""
+    fill(conn, "CASE WHEN n <= 10000 THEN 'q' || n % 1000 ELSE 'q' END")
+
+
+def a_thin_one_of_many(conn: Conn, runtime: int) -> None:
+    """A huge queue beside the one that is claimed from, which has few jobs."""
+    fill(conn, "CASE WHEN n % 400 = 0 THEN 'q' ELSE 'huge' END")
+
+
+def a_long_history(conn: Conn, runtime: int) -> None:
+    """Few jobs, and very many claims with their ends: half of them of the runtime that claims."""
+    conn.execute(
+        f"""INSERT INTO awa.claims (claim_id, runtime, nonce, slot, lane, queue, frontier, entry_ids, xids)
+            SELECT nextval('awa.claim_id_seq'), CASE WHEN n %% 2 = 0 THEN %s ELSE 1000 + n %% 50 END, 0, 0, 5,
+                   'other' || n %% 100, '{{}}', '{{1}}', '{{3}}'
+              FROM generate_series(1, {LARGE // 4}) n""",
+        (runtime,),
+    )
+    conn.execute(
+        f"""INSERT INTO awa.completions (claim_id, flush, slot, idx, elapsed_ms)
+            SELECT n, 1, 0, '{{1}}', '{{1}}' FROM generate_series(1, {LARGE // 4}) n"""
+    )
+    conn.execute(
+        f"""INSERT INTO awa.attempt_ends (entry_id, claim_id, flush, id, slot, outcome)
+            SELECT 1000000 + n, n, 1, n, 0, 'retried' FROM generate_series(1, {LARGE // 4}) n"""
+    )
+    conn.execute("UPDATE awa.runtime_instances SET newest_claim = (SELECT max(claim_id) FROM awa.claims)")
+    insert(conn, *range(400))
+
+
+Content = Callable[[Conn, int], None]
+
+contents = pytest.mark.parametrize(
+    "content", [nothing, one_queue, one_huge_of_many, a_thin_one_of_many, a_long_history]
+)
+some_contents = pytest.mark.parametrize("content", [one_queue, a_long_history])
+statistics = pytest.mark.parametrize("statistics", ["none", "fresh", "stale"])
+
+
+def prepare(conn: Conn, statistics: str, content: Content) -> int:
+    """Fill the tables; returns a runtime.
+
+    Args:
+        statistics: ``none``: the tables were never analyzed; ``fresh``: since they were filled; ``stale``: while they
+            held a few rows, and every statement was planned then by the same session.
+    """
+    runtime = register(conn)
+    if statistics == "stale":
+        warm(conn, runtime)
+        conn.execute("ANALYZE")
+        for _ in range(10):
+            warm(conn, runtime)
+    content(conn, runtime)
+    if statistics == "fresh":
+        conn.execute("ANALYZE")
+    return runtime
+
+
+def warm(conn: Conn, runtime: int) -> None:
+    """Every statement of the engine, once, in a queue of its own."""
+    insert(conn, *range(8), queue="warm")
+    insert(conn, 8, queue="warm", kind="new")
+    members = claim(conn, runtime, queue="warm", kinds=["noop"]).members
+    assert len(members) == 8
+    complete(conn, members[0])
+    others = [Outcome(members[3], "retried", 0.001), Outcome(members[4], "failed"), Outcome(members[5], "snoozed", 9.0)]
+    settle(conn, runtime, members[1:3], others)
+    settle(conn, runtime, [members[0], *members[6:]], others)
+    settle(conn, runtime, claim(conn, runtime, queue="warm", kinds=["new"]).members)
+    conn.execute("UPDATE awa.waiting_jobs SET run_at = now() WHERE waits_for = 'time'")
+    promote(conn)
+    dead = register(conn)
+    claim(conn, dead, queue="warm")
+    insert(conn, 9, queue="warm", max_attempts=1)
+    [open_claim] = claim(conn, dead, queue="warm").batches
+    conn.execute(
+        "UPDATE awa.runtime_instances SET newest_claim = %s, open_claims = ARRAY[%s::bigint] WHERE id = %s",
+        (open_claim, open_claim, dead),
+    )
+    fall_silent(conn, dead)
+    assert fence(conn, dead)
+    rescue(conn, dead)
+    settle(conn, runtime, claim(conn, runtime, queue="warm").members)
+
+
+@contents
+@statistics
+def test_claim_and_settle_read_few_rows(conn: Conn, explained: Explained, content: Content, statistics: str) -> None:
+    """Guard: the order of the walk's joins and its index conditions; rows that are looked up one by one in settle."""
+    runtime = prepare(conn, statistics, content)
+    for _ in range(10):
+        members = claim(conn, runtime, kinds=["noop"], limit=10).members
+        assert len(members) == 10
+        settle(conn, runtime, members[:5], [Outcome(member, "retried", 60.0) for member in members[5:]])
+    with explained.watch() as plans:
+        members = claim(conn, runtime, kinds=["noop"], limit=10).members
+    assert len(members) == 10
+    check(plans, most_rows=60)
+    check_walk(plans)
+    with explained.watch() as plans:
+        assert settle(conn, runtime, members[:5], [Outcome(member, "retried") for member in members[5:]]) == []
+    check(plans, most_rows=60)
+    # a claim with an end is looked at member by member, and one that ended before is refused
+    members = claim(conn, runtime, kinds=["noop"], limit=10).members
+    settle(conn, runtime, members[:1], [Outcome(member, "snoozed", 60.0) for member in members[1:3]])
+    with explained.watch() as plans:
+        assert len(settle(conn, runtime, members[2:], [Outcome(members[0], "failed")])) == 2
+    check(plans, most_rows=60)
+
+
+@some_contents
+@statistics
+def test_an_empty_claim_reads_almost_nothing(
+    conn: Conn, explained: Explained, content: Content, statistics: str
+) -> None:
+    runtime = prepare(conn, statistics, content)
+    for _ in range(10):
+        assert claim(conn, runtime, queue="empty", kinds=["noop"]).members == []
+    with explained.watch() as plans:
+        assert claim(conn, runtime, queue="empty", kinds=["noop"]).members == []
+    check(plans, most_rows=10)
+    check_walk(plans)
+
+
+@statistics
+def test_the_walk_over_ended_jobs_reads_them_once(conn: Conn, explained: Explained, statistics: str) -> None:
+    """Guard: the ends of the walked entries are looked up one by one, whatever else was cancelled."""
+
+    def cancelled(conn: Conn, runtime: int) -> None:
+        one_queue(conn, runtime)
+        ids = conn.execute("SELECT id FROM awa.jobs WHERE queue = 'q' ORDER BY entry_id LIMIT 100").fetchall()
+        end_unclaimed(conn, [row[0] for row in ids])
+        conn.execute(
+            f"INSERT INTO awa.attempt_ends (entry_id, id, slot, outcome)"
+            f" SELECT n, n, 1, 'cancelled' FROM generate_series(1, {LARGE // 4}) n"
+        )
+
+    runtime = prepare(conn, statistics, cancelled)
+    for _ in range(10):
+        claim(conn, runtime, queue="warm")
+    with explained.watch() as plans:
+        assert len(claim(conn, runtime, limit=10).members) == 10
+    check(plans, most_rows=400)
+
+
+@statistics
+@pytest.mark.parametrize("kinds", [1, 20])
+def test_a_direct_claim_reads_few_of_many_set_aside_jobs(
+    conn: Conn, explained: Explained, statistics: str, kinds: int
+) -> None:
+    """Guard: what was set aside is found by kind, one by one, and locked and deleted by arrays of ids."""
+
+    def set_aside(conn: Conn, runtime: int) -> None:
+        conn.execute(
+            f"""INSERT INTO awa.waiting_jobs (waits_for, wait_key, state, queue, kind)
+                SELECT 'kind', 'k' || n % 30, 'available', 'q', 'k' || n % 30 FROM generate_series(1, {LARGE}) n"""
+        )
+
+    runtime = prepare(conn, statistics, set_aside)
+    known = [f"k{n}" for n in range(kinds)]
+    for _ in range(10):
+        assert len(claim(conn, runtime, kinds=known, limit=10).members) == 10
+    with explained.watch() as plans:
+        assert len(claim(conn, runtime, kinds=known, limit=10).members) == 10
+    check(plans, most_rows=11 * kinds + 60)  # the first ten of each kind
+    check_walk(plans)
+
+
+@statistics
+def test_setting_aside_reads_each_job_twice(conn: Conn, explained: Explained, statistics: str) -> None:
+    """Guard: the bodies of what is set aside are looked up one by one."""
+    runtime = prepare(conn, statistics, one_queue)
+    for n in range(10):
+        insert(conn, n, queue="warm", kind="new")
+        claim(conn, runtime, queue="warm", kinds=["noop"])
+    with explained.watch() as plans:
+        assert claim(conn, runtime, kinds=["new"], limit=10).members == []
+    check(plans, most_rows=500)  # twenty rounds of ten
+
+
+@statistics
+@pytest.mark.parametrize("due", [0, 30])
+def test_promotion_reads_only_what_is_due(conn: Conn, explained: Explained, statistics: str, due: int) -> None:
+    """Guard: both bounds of the due time are index conditions."""
+
+    def waiting(conn: Conn, runtime: int) -> None:
+        conn.execute(
+            f"""INSERT INTO awa.waiting_jobs (run_at, queue, kind)
+                SELECT now() + n * interval '1 min', 'q', 'noop' FROM generate_series(1, {LARGE}) n"""
+        )
+        conn.execute(
+            "INSERT INTO awa.waiting_jobs (run_at, queue, kind)"
+            " SELECT now() - n * interval '1 s', 'q', 'noop' FROM generate_series(1, %s) n",
+            (due,),
+        )
+
+    prepare(conn, statistics, waiting)
+    for _ in range(10 if due else 0):
+        assert promote(conn, limit=1) == 1
+    with explained.watch() as plans:
+        assert promote(conn, limit=10) == min(due, 10)
+    check(plans, most_rows=60)
+
+
+@some_contents
+@statistics
+def test_completion_reads_its_own_rows(conn: Conn, explained: Explained, content: Content, statistics: str) -> None:
+    """Guard: complete_v1 finds the claim by (runtime, claim_id) and the entry by its lane."""
+    runtime = prepare(conn, statistics, content)
+    members = claim(conn, runtime, limit=20).members
+    for member in members[:10]:
+        complete(conn, member)
+    with explained.watch() as plans:
+        complete(conn, members[10])
+    check(plans, most_rows=4)
+
+
+@contents
+@statistics
+def test_rescue_reads_the_open_claims_of_its_runtime(
+    conn: Conn, explained: Explained, content: Content, statistics: str
+) -> None:
+    """Guard: open claims are looked up one by one, those above the newest by a range; not all that it ever claimed."""
+    runtime = prepare(conn, statistics, content)
+    opened = [claim(conn, runtime, limit=10) for _ in range(12)]
+    settle(conn, runtime, [member for claimed in opened for member in claimed.members[:5]])
+    conn.execute(
+        "UPDATE awa.runtime_instances SET newest_claim = %s, open_claims = %s WHERE id = %s",
+        (opened[5].batches[0], [claimed.batches[0] for claimed in opened[:6]], runtime),
+    )
+    fall_silent(conn, runtime)
+    assert fence(conn, runtime)
+    for _ in range(10):
+        assert rescue(conn, runtime, limit=2) == (2, 2, 0)
+    with explained.watch() as plans:
+        assert rescue(conn, runtime, limit=10) == (10, 10, 0)
+    # twelve claims with one row of successes for each of their members, and twenty ends
+    check(plans, most_rows=400)
+
+
+@statistics
+def test_fetching_long_bodies_reads_their_rows(conn: Conn, explained: Explained, statistics: str) -> None:
+    runtime = prepare(conn, statistics, one_queue)
+    members = claim(conn, runtime, limit=10).members
+    with explained.watch() as plans:
+        for _ in range(10):
+            conn.execute(
+                "SELECT * FROM awa.fetch_args_v1(%s::bigint, %s::bigint, %s::smallint, %s::smallint[])",
+                (runtime, members[0].claim_id, members[0].slot, [2, 5]),
+            )
+    check(plans[-1:], most_rows=5)
+
+
+def test_a_function_does_not_change_the_callers_settings(conn: Conn) -> None:
+    """The planner settings of the engine's functions are theirs alone."""
+    names = ("enable_seqscan", "enable_bitmapscan", "enable_sort", "plan_cache_mode", "jit", "lock_timeout")
+    before = [scalar(conn, f"SHOW {name}") for name in names]
+    runtime = register(conn)
+    insert(conn, 1)
+    settle(conn, runtime, claim(conn, runtime).members)
+    promote(conn)
+    assert [scalar(conn, f"SHOW {name}") for name in names] == before
