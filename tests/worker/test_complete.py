@@ -298,6 +298,7 @@ def test_after_a_rescue_it_is_stale_and_the_transactions_effects_are_gone(
     go_on.set()
     info = ended(client, job)
     assert (info.state, info.attempt) == ("completed", 2)
+    wait_until(lambda: bool(raised))  # the first attempt's handler may end after the second attempt's
     assert [type(error) for error in raised] == [StaleAttempt]
     assert isinstance(raised[0], StaleAttempt)
     assert raised[0].job_id == job.id
