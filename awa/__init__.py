@@ -1,6 +1,6 @@
 """awa: a job queue that lives inside PostgreSQL, for synchronous Python."""
 
-from awa._core import canonical_json, derive_kind, unique_key
+from awa._core import canonical_json, derive_kind
 from awa.client import Client
 from awa.config import Settings
 from awa.descriptors import descriptor_hash
@@ -22,12 +22,12 @@ from awa.errors import (
     ValidationError,
 )
 from awa.insert import Inserted, NewJob
-from awa.job import Cancel, EntryId, Job, JobId, JobState, Outcome, RetryAfter, Snooze
+from awa.job import Cancel, EntryId, Job, JobId, JobState, Outcome, RetryAfter, Snooze, current_job
 from awa.registry import BoundArgs, Task
 from awa.retry import exponential, fixed, linear
 from awa.storage.jobs import JobInfo
+from awa.unique import unique_key
 from awa.version import VERSION as __version__
-from awa.worker.attempt import current_job
 
 __all__ = [
     "AwaError",

@@ -92,7 +92,6 @@ class Attempt:
 def decode_batch(
     row: list[bytes | None], runtime: int, queue: str, handlers: dict[bytes, Handler]
 ) -> list[Attempt]: ...
-def int8_array(values: list[int]) -> bytes: ...
 def int2_array(values: list[int]) -> bytes: ...
 def text_array(values: Sequence[str | bytes | None]) -> bytes: ...
 
@@ -144,7 +143,6 @@ class Crew:
     @property
     def finished(self) -> int: ...
     is_asleep: bool
-    flush_after: float
     poke: Callable[[], object]
     def __new__(
         cls,
@@ -155,6 +153,7 @@ class Crew:
         conclude: Callable[[Attempt, object, BaseException | None, int], object],
         lead: Callable[[], object],
         chosen: type[BaseException],
+        flush_after: float,
     ) -> Self: ...
     @property
     def waiting(self) -> int: ...

@@ -370,7 +370,7 @@ def derive_kind(object class_or_name) -> str:
 # handler or another Python callable runs.
 
 cdef enum:
-    SLOTS_IN_ARRAY_HEADER = 20
+    ARRAY_HEADER_BYTES = 20
     INT2_OID = 21
     INT4_OID = 23
     INT8_OID = 20
@@ -404,7 +404,7 @@ cdef inline int16_t _int2(const unsigned char *at) noexcept nogil:
 
 cdef inline const unsigned char *_element(bytes array, Py_ssize_t position, int width):
     """Where element *position* of a binary array of fixed width without NULLs stands."""
-    cdef Py_ssize_t at = SLOTS_IN_ARRAY_HEADER + position * (4 + width) + 4
+    cdef Py_ssize_t at = ARRAY_HEADER_BYTES + position * (4 + width) + 4
     if at + width > PyBytes_GET_SIZE(array):
         raise ValueError("a claimed array is shorter than its batch")
     return <const unsigned char *> PyBytes_AS_STRING(array) + at
@@ -456,9 +456,10 @@ cdef class Batch:
     cdef bytes created_at
     cdef bytes args
     cdef list details
-    cdef int16_t *done_idx
+    cdef int16_t *done_idx   # members that succeeded, in that order, ...
     cdef int32_t *done_ms
-    cdef int done
+    cdef int done            # ... so many of them, ...
+    cdef int taken           # ... of which so many are in a flush
 
     def __cinit__(self):
         self.done_idx = NULL
@@ -557,7 +558,7 @@ cdef class Attempt:
 cdef list _texts(bytes array):
     """The elements of a binary text array: bytes, None for NULL."""
     cdef const unsigned char *data = <const unsigned char *> PyBytes_AS_STRING(array)
-    cdef Py_ssize_t size = PyBytes_GET_SIZE(array), at = SLOTS_IN_ARRAY_HEADER
+    cdef Py_ssize_t size = PyBytes_GET_SIZE(array), at = ARRAY_HEADER_BYTES
     cdef int32_t length
     found = []
     while at + 4 <= size:
@@ -589,7 +590,7 @@ def decode_batch(list row not None, int64_t runtime, str queue not None, dict ha
     cdef Attempt attempt
     cdef bytes lens = row[10]
     cdef const unsigned char *data
-    cdef Py_ssize_t size, at = SLOTS_IN_ARRAY_HEADER, begin = 0
+    cdef Py_ssize_t size, at = ARRAY_HEADER_BYTES, begin = 0
     cdef int32_t length
     cdef int idx
     batch.claim_id = _int8(<const unsigned char *> PyBytes_AS_STRING(<bytes> row[1]))
@@ -688,11 +689,6 @@ cdef bytes _optional(int oid, list values):
     return b"".join(parts)
 
 
-def int8_array(list values not None):
-    """A bigint[] in PostgreSQL's binary form."""
-    return _integers(INT8_OID, values)
-
-
 def int2_array(list values not None):
     """A smallint[] in PostgreSQL's binary form."""
     return _integers(INT2_OID, values)
@@ -705,10 +701,11 @@ def text_array(list values not None):
 
 cdef tuple _done_of(Batch batch):
     """The members of *batch* that succeeded since the last call, and how long each took."""
-    cdef int position
-    done = [batch.done_idx[position] for position in range(batch.done)]
-    times = [batch.done_ms[position] for position in range(batch.done)]
-    batch.done = 0
+    # taken moves before anything is allocated: allocating may run finalizers, and they let other threads in
+    cdef int first = batch.taken, behind = batch.done, position
+    batch.taken = behind
+    done = [batch.done_idx[position] for position in range(first, behind)]
+    times = [batch.done_ms[position] for position in range(first, behind)]
     return batch, done, times
 
 
@@ -780,7 +777,9 @@ cdef class Outcomes:
 
     cdef inline void succeeded(self, Attempt attempt, int32_t elapsed_ms, double at):
         cdef Batch batch = attempt.batch
-        if batch.done == 0:
+        if batch.done == batch.size:
+            return
+        if batch.done == batch.taken:
             self.dirty.append(batch)
         batch.done_idx[batch.done] = <int16_t> attempt.idx
         batch.done_ms[batch.done] = elapsed_ms
@@ -822,7 +821,7 @@ cdef class Outcomes:
         cdef Flush flush
         claims, slots, nonces, lows, highs, idx, elapsed, members = [], [], [], [], [], [], [], []
         for batch, done, times in successes:
-            if batch.runtime == runtime:
+            if done and batch.runtime == runtime:
                 claims.append(batch.claim_id)
                 slots.append(batch.slot)
                 nonces.append(batch.nonce)
@@ -908,6 +907,7 @@ cdef class Crew:
             raises, the job is retried after a minute.
         lead: ``lead()`` claims, and calls :meth:`refill` or :meth:`rest`.
         chosen: The class of results that are outcomes by themselves.
+        flush_after: Seconds that an outcome may wait before a thread that has just ended another leads out of turn.
     """
 
     cdef readonly list running
@@ -915,7 +915,7 @@ cdef class Crew:
     cdef readonly bint is_leading
     cdef public bint is_asleep
     cdef public object poke
-    cdef public double flush_after
+    cdef double flush_after
     cdef readonly double mean_seconds
     cdef readonly int64_t finished
     cdef object inbox
@@ -925,7 +925,7 @@ cdef class Crew:
     cdef object chosen
     cdef int64_t token
 
-    def __cinit__(self, int size, Outcomes outcomes not None, *, job, conclude, lead, chosen):
+    def __cinit__(self, int size, Outcomes outcomes not None, *, job, conclude, lead, chosen, double flush_after):
         self.running = [None] * size
         self.outcomes = outcomes
         self.inbox = queue.SimpleQueue()
@@ -934,7 +934,7 @@ cdef class Crew:
         self.lead = lead
         self.chosen = chosen
         self.mean_seconds = -1.0
-        self.flush_after = 0.02
+        self.flush_after = flush_after
 
     @property
     def waiting(self):

@@ -17,10 +17,8 @@ from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
 
-from awa.errors import ConfigError
-
-NAME_LENGTH = 200
-"""Most characters of a queue's name."""
+from awa.errors import ConfigError, ValidationError
+from awa.options import LONGEST_TIMEOUT, MAX_NAME, check_queue
 
 SCHEMA_BYTES = 63
 """Most bytes of a schema's name: what PostgreSQL keeps of an identifier."""
@@ -146,9 +144,11 @@ def _queue_spec(value: object) -> QueueSpec:
         name, limit = (found[1], int(found[2])) if found else (value, None)
     else:
         raise _Refused("queues as NAME or NAME:MAX_WORKERS")
-    if not 1 <= len(name) <= NAME_LENGTH or "\x00" in name:
-        raise _Refused(f"queue names of 1 to {NAME_LENGTH} characters without NUL")
-    if limit is not None and limit < 1:
+    try:
+        name = check_queue(name)
+    except ValidationError:
+        raise _Refused(f"queue names of 1 to {MAX_NAME} characters without NUL and lone surrogates") from None
+    if limit is not None and (type(limit) is not int or limit < 1):
         raise _Refused("at least one worker for a queue, as in NAME:1")
     return QueueSpec(name, limit)
 
@@ -172,7 +172,7 @@ _PARSERS: Mapping[str, Callable[[object], Any]] = {
     "poll_interval": _seconds(0.01, 3600),
     "heartbeat": _seconds(0.05, 3600),
     "stale_after": _seconds(0.15, 86400),
-    "timeout": _seconds(0, 30 * 86400),
+    "timeout": _seconds(0, LONGEST_TIMEOUT),
     "shutdown_timeout": _seconds(0, 86400),
     "notify": _switch,
     "max_args_bytes": _whole_number(1, 64 * 1024 * 1024),
@@ -236,18 +236,6 @@ def load_settings(
     return settings
 
 
-def parse_queue(value: str | QueueSpec) -> QueueSpec:
-    """Read ``NAME`` or ``NAME:MAX_WORKERS``; the last colon before digits counts, so ``a:b`` is a name.
-
-    Raises:
-        ConfigError: The name or the limit is refused.
-    """
-    try:
-        return _queue_spec(value)
-    except _Refused as refused:
-        raise ConfigError(f"queue is {value!r}: give {refused}") from None
-
-
 def check_schema(name: str, *, source: str = "argument") -> str:
     """Give back *name* when it can be the schema of an installation.
 
@@ -299,7 +287,15 @@ def find_database(argument: str | None = None, environ: Mapping[str, str] | None
 
 def _check_conninfo(conninfo: str, source: str) -> str:
     conninfo = re.sub(r"\Apostgres(?:ql)?\+\w+://", "postgresql://", conninfo)
-    if _conninfo_fields(conninfo) is None:
+    fields = _conninfo_fields(conninfo)
+    # A URL is cut at its first @ or /, so that a password with one of them would end up in the host or the port, which
+    # errors show. A host that begins with @ is an abstract socket.
+    if fields is not None and ("@" in str(fields.get("host", ""))[1:] or _is_no_port(fields.get("port"))):
+        raise ConfigError(
+            f"the database from {source} has an @ in its host, or a port that is no number:"
+            " write %40 for an @ and %2F for a / in a user or a password"
+        )
+    if fields is None:
         scheme = re.match(r"\w+(?=[+\w]*:)", conninfo)
         what = f" (it begins with {scheme[0]}:)" if scheme and not scheme[0].startswith("postgres") else ""
         advice = ", or set AWA_DATABASE_URL, which comes first" if source == "DATABASE_URL" else ""
@@ -308,6 +304,10 @@ def _check_conninfo(conninfo: str, source: str) -> str:
             f" give one like postgresql://user@host/name{advice}"
         )
     return conninfo
+
+
+def _is_no_port(port: object) -> bool:
+    return not all(not one or one.isdecimal() for one in str(port or "").split(","))
 
 
 def _conninfo_fields(conninfo: str) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Generic, NewType, Protocol, TypeVar
 
+from awa import _core
 from awa.errors import ValidationError
 
 if TYPE_CHECKING:
@@ -88,28 +89,26 @@ class Outcome(Exception):
         return f"{type(self).__name__}({', '.join(map(repr, self.args))})"
 
 
-class RetryAfter(Outcome):
+class _Later(Outcome):
+    def __init__(self, seconds: float | timedelta) -> None:
+        self.seconds = as_seconds(seconds, f"{type(self).__name__}.seconds")
+        super().__init__(self.seconds)
+
+
+class RetryAfter(_Later):
     """The attempt failed; try again after *seconds* instead of the backoff. Counts, and exhausts on the last attempt.
 
     Args:
         seconds: 0 to ten years, as a number or a ``timedelta``.
     """
 
-    def __init__(self, seconds: float | timedelta) -> None:
-        self.seconds = as_seconds(seconds, f"{type(self).__name__}.seconds")
-        super().__init__(self.seconds)
 
-
-class Snooze(Outcome):
+class Snooze(_Later):
     """Not now: run again after *seconds*. The attempt is not counted, however often.
 
     Args:
         seconds: 0 to ten years, as a number or a ``timedelta``.
     """
-
-    def __init__(self, seconds: float | timedelta) -> None:
-        self.seconds = as_seconds(seconds, f"{type(self).__name__}.seconds")
-        super().__init__(self.seconds)
 
 
 class Cancel(Outcome):
@@ -257,3 +256,17 @@ class Job(Generic[A]):
 
     def __repr__(self) -> str:
         return f"<Job {self.id} {self.kind!r} attempt {self.attempt}/{self.max_attempts}>"
+
+
+def current_job() -> Job[Any]:
+    """The job that the calling handler runs; its ``args`` are the arguments by name.
+
+    For handlers that take their args as parameters.
+
+    Raises:
+        LookupError: This thread runs no job.
+    """
+    job: Job[Any] | None = _core.current_job()
+    if job is None:
+        raise LookupError("no job runs in this thread: current_job() works inside a handler, in the handler's thread")
+    return job

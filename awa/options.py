@@ -5,66 +5,57 @@ Each ``check_…`` returns the value as it is stored or raises ValidationError w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
+from typing import TypeVar
 
-from awa.errors import ValidationError
+from awa.errors import ConfigError, ValidationError
 from awa.job import LONGEST_WAIT, as_seconds
 
 __all__ = [
     "check_delay",
+    "check_int",
+    "check_job_id",
     "check_kind",
     "check_max_attempts",
     "check_priority",
     "check_queue",
     "check_run_at",
     "check_tags",
-    "check_text",
     "check_timeout",
+    "declared",
+    "milliseconds",
 ]
+
+T = TypeVar("T")
 
 MAX_NAME = 200
 MAX_TAGS = 20
 FIRST_PRIORITY, LAST_PRIORITY = 1, 4
 MAX_ATTEMPTS = 1000
 FIRST_YEAR, LAST_YEAR = 1970, 9999
-
-
-def check_text(value: object, path: str, *, limit: int = MAX_NAME, can_be_empty: bool = False) -> str:
-    """*value* when it is text that PostgreSQL stores: at most *limit* characters, no NUL, no lone surrogate."""
-    if not isinstance(value, str):
-        raise _refused(f"{path} must be a str, got {type(value).__name__}", path, value, limit)
-    # The plain text: members of a StrEnum are welcome and stored as what they say.
-    text = str.__str__(value)
-    if not text and not can_be_empty:
-        raise _refused(f"{path} is empty: give it a name of 1 to {limit} characters", path, value, limit)
-    if len(text) > limit:
-        raise _refused(f"{path} has {len(text):,} characters, the limit is {limit}: shorten it", path, value, limit)
-    if "\0" in text:
-        raise _refused(f"{path} {text!a} contains NUL, which PostgreSQL cannot store", path, value, limit)
-    if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise _refused(f"{path} {text!a} contains a lone surrogate, which is no text", path, value, limit)
-    return text
+LONGEST_TIMEOUT = 2_147_483.0
+"""Seconds, more than 24 days: as many as the database counts in milliseconds."""
 
 
 def check_kind(value: object, path: str = "kind") -> str:
     """A kind: text of 1 to 200 characters."""
-    return check_text(value, path)
+    return _check_name(value, path)
 
 
 def check_queue(value: object, path: str = "queue") -> str:
     """A queue's name: text of 1 to 200 characters."""
-    return check_text(value, path)
+    return _check_name(value, path)
 
 
 def check_priority(value: object, path: str = "priority") -> int:
     """A priority: 1, which runs first, to 4."""
-    return _check_int(value, path, FIRST_PRIORITY, LAST_PRIORITY, "1 runs first")
+    return check_int(value, path, FIRST_PRIORITY, LAST_PRIORITY, "1 runs first")
 
 
 def check_max_attempts(value: object, path: str = "max_attempts") -> int:
     """How many attempts a job has: 1 to 1000."""
-    return _check_int(value, path, 1, MAX_ATTEMPTS, "1 means no retry")
+    return check_int(value, path, 1, MAX_ATTEMPTS, "1 means no retry")
 
 
 def check_tags(value: object, path: str = "tags") -> tuple[str, ...]:
@@ -74,7 +65,7 @@ def check_tags(value: object, path: str = "tags") -> tuple[str, ...]:
     tags = tuple(value)
     if len(tags) > MAX_TAGS:
         raise _refused(f"{path} has {len(tags)} tags, the limit is {MAX_TAGS}", path, len(tags), MAX_TAGS)
-    return tuple(check_text(tag, f"{path}[{position}]") for position, tag in enumerate(tags))
+    return tuple(_check_name(tag, f"{path}[{position}]") for position, tag in enumerate(tags))
 
 
 def check_run_at(value: object, path: str = "run_at") -> datetime:
@@ -105,21 +96,70 @@ def check_delay(value: float | timedelta, path: str = "delay") -> float:
 
 
 def check_timeout(value: float | timedelta, path: str = "timeout") -> float:
-    """Seconds an attempt may take: 0, which means no limit, to ten years."""
-    return as_seconds(value, path, limit=LONGEST_WAIT)
+    """Seconds an attempt may take: 0, which means no limit, to 2,147,483, which is 24 days."""
+    return as_seconds(value, path, limit=LONGEST_TIMEOUT)
 
 
-def _check_int(value: object, path: str, first: int, last: int, hint: str) -> int:
+def milliseconds(timeout: float) -> int:
+    """A checked *timeout* as it is stored; at least 1 unless it is 0, which means no limit."""
+    return max(round(timeout * 1000), 1) if timeout else 0
+
+
+def check_job_id(value: object, path: str = "job_id") -> int:
+    """The id of a job: 1 to 2^63 - 1, or no job can have it."""
+    return check_int(value, path, 1, 2**63 - 1, "as an insert gave it")
+
+
+def check_int(value: object, path: str, first: int, last: int, hint: str) -> int:
+    """An int from *first* to *last*; *hint* says what it means."""
     # bool is an int to Python, but True is not a priority.
     if isinstance(value, bool) or not isinstance(value, int):
-        raise _refused(
-            f"{path} must be an int from {first} to {last}, got {type(value).__name__}", path, value, (first, last)
-        )
+        raise _refused(f"{path} must be an int from {first} to {last}, got {_shown(value)}", path, value, (first, last))
     if not first <= value <= last:
-        shown = value if abs(value) < 10**20 else "a number of many digits"
-        raise _refused(f"{path} must be from {first} to {last} ({hint}), got {shown}", path, value, (first, last))
+        raise _refused(
+            f"{path} must be from {first} to {last} ({hint}), got {_shown(value)}", path, value, (first, last)
+        )
     return int(value)
 
 
-def _refused(message: str, path: str, value: object, limit: object) -> ValidationError:
+def declared(check: Callable[[object], T], value: object) -> T:
+    """*value* after *check*, whose complaint is about a declaration here, not about a job.
+
+    Raises:
+        ConfigError: Instead of ValidationError.
+    """
+    try:
+        return check(value)
+    except ValidationError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _check_name(value: object, path: str) -> str:
+    """*value* when it is text that PostgreSQL stores: 1 to 200 characters, no NUL, no lone surrogate."""
+    if not isinstance(value, str):
+        raise _refused(f"{path} must be a str of 1 to {MAX_NAME} characters, got {_shown(value)}", path, value)
+    # The plain text: members of a StrEnum are welcome and stored as what they say.
+    text = str.__str__(value)
+    if not text:
+        raise _refused(f"{path} is empty: give it a name of 1 to {MAX_NAME} characters", path, value)
+    if len(text) > MAX_NAME:
+        raise _refused(f"{path} has {len(text):,} characters, the limit is {MAX_NAME}: shorten it", path, value)
+    if "\0" in text:
+        raise _refused(f"{path} {text!a} contains NUL, which PostgreSQL cannot store", path, value)
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise _refused(f"{path} {text!a} contains a lone surrogate, which is no text", path, value)
+    return text
+
+
+def _shown(value: object) -> str:
+    """What was given, short: of what is no plain value only the type."""
+    if type(value) is int and abs(value) >= 10**20:
+        return "an int of many digits"
+    if value is None or type(value) in (int, float, bool, str):
+        text = ascii(value)
+        return text if len(text) <= 60 else f"{text[:57]}..."
+    return f"a {type(value).__name__}"
+
+
+def _refused(message: str, path: str, value: object, limit: object = MAX_NAME) -> ValidationError:
     return ValidationError(message, path=path, value=value, limit=limit)

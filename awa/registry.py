@@ -13,13 +13,12 @@ from typing import Any, Generic, ParamSpec, Self, TypeVar
 from awa import job as jobs
 from awa._core import derive_kind
 from awa.args import Codec, FunctionCodec, codec_for, parameter_hints, signature_of
-from awa.errors import ConfigError, DuplicateKind, UnknownKind, ValidationError
-from awa.options import check_kind, check_max_attempts, check_priority, check_queue, check_timeout
+from awa.errors import ConfigError, DuplicateKind, UnknownKind
+from awa.options import check_kind, check_max_attempts, check_priority, check_queue, check_timeout, declared
 from awa.retry import ExceptionTypes, RetryPolicy, check_exception_types, check_policy
 
 P = ParamSpec("P")
 R = TypeVar("R")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +58,10 @@ class TaskOptions:
             ConfigError: One of them cannot work; the message names it.
         """
         return cls(
-            queue=None if queue is None else _declared(check_queue, queue),
-            priority=None if priority is None else _declared(check_priority, priority),
-            max_attempts=None if max_attempts is None else _declared(check_max_attempts, max_attempts),
-            timeout=None if timeout is None else _declared(check_timeout, timeout),
+            queue=None if queue is None else declared(check_queue, queue),
+            priority=None if priority is None else declared(check_priority, priority),
+            max_attempts=None if max_attempts is None else declared(check_max_attempts, max_attempts),
+            timeout=None if timeout is None else declared(check_timeout, timeout),
             retry=None if retry is None else check_policy(retry),
             retry_on=None if retry_on is None else check_exception_types(retry_on, "retry_on"),
             fail_on=None if fail_on is None else check_exception_types(fail_on, "fail_on"),
@@ -127,17 +126,17 @@ class Task(Generic[P, R]):
         _check_handler(func)
         functools.update_wrapper(self, func)
         self.func = func
-        declared = _job_args_type(func)
-        self.is_typed = declared is not None
-        self.args_type = dict if declared is None else declared
-        self.codec = FunctionCodec(func) if declared is None else codec_for(declared)
+        of_job = _job_args_type(func)
+        self.is_typed = of_job is not None
+        self.args_type = dict if of_job is None else of_job
+        self.codec = FunctionCodec(func) if of_job is None else codec_for(of_job)
         if kind is None:
             named = typing.get_origin(self.args_type) or self.args_type
             kind = derive_kind(func if _is_untyped_mapping(named) else named)
-        self.kind = _declared(check_kind, kind)
+        self.kind = declared(check_kind, kind)
         if isinstance(aliases, str):
             raise ConfigError(f"aliases must be a list of kinds, got the str {aliases!r}: write [{aliases!r}]")
-        self.aliases = tuple(_declared(lambda alias: check_kind(alias, "aliases"), alias) for alias in aliases)
+        self.aliases = tuple(declared(lambda alias: check_kind(alias, "aliases"), alias) for alias in aliases)
         self.options = options or TaskOptions()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -284,11 +283,3 @@ def _is_untyped_mapping(tp: Any) -> bool:
 
 def _where(func: Any) -> str:
     return f"{getattr(func, '__module__', '?')}.{getattr(func, '__qualname__', repr(func))}"
-
-
-def _declared(check: Callable[[Any], T], value: object) -> T:
-    """*value* after *check*, whose complaint is about a declaration here, not about a job."""
-    try:
-        return check(value)
-    except ValidationError as error:
-        raise ConfigError(str(error)) from None

@@ -11,14 +11,15 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import orjson
 import psycopg
 from psycopg import Connection, Cursor
 from psycopg.pq import TransactionStatus
 from psycopg.rows import class_row, tuple_row
 
-from awa.errors import JobNotFound, SchemaNotMigrated, StaleAttempt
+from awa._core import int2_array, text_array
+from awa.errors import JobNotFound, RuntimeGone, SchemaNotMigrated, StaleAttempt
 from awa.job import JobId, JobState
-from awa.storage.migrate import OLDEST_SUPPORTED
 from awa.storage.schema import Schema
 
 
@@ -55,7 +56,7 @@ class JobRow(NamedTuple):  # a tuple: made once per job, in half the time of a f
 _PLAIN = (None, None, None, None, None)
 
 
-# Ring for a queue only when somebody sleeps at its bell; see awa.ring in migrations/0003_settle.sql. Written into the
+# Ring for a queue only when somebody sleeps at its bell; see awa.ring in migrations/0002_bell.sql. Written into the
 # statements: as a function call it costs a fifth of the rate of single inserts.
 _BELLS = """(SELECT count(pg_notify('{channel}', q)) FROM unnest(%(bells)s::text[]) q
              WHERE CASE WHEN pg_try_advisory_lock_shared(hashtextextended('awa.bell:' || q, 0))
@@ -136,6 +137,8 @@ _MISSING = (psycopg.errors.UndefinedTable, psycopg.errors.UndefinedFunction, psy
 
 
 def _not_migrated(schema: Schema) -> SchemaNotMigrated:
+    from awa.storage.migrate import OLDEST_SUPPORTED  # needed here only, and a third of the time of `import awa`
+
     return SchemaNotMigrated(
         f"schema {schema.name} of this database has no awa tables: run `awa migrate` for it",
         expected=OLDEST_SUPPORTED,
@@ -194,8 +197,6 @@ class _Int2sDumper(_ArrayDumper):
 
 def insert_jobs(conn: Connection[Any], schema: Schema, rows: Sequence[JobRow], *, notify: bool) -> list[JobId]:
     """Write many jobs in one statement, in the transaction of *conn*; their ids come in the order of *rows*."""
-    from awa._core import int2_array, text_array
-
     if not rows:
         return []
     params: dict[str, Any] = {
@@ -212,7 +213,7 @@ def insert_jobs(conn: Connection[Any], schema: Schema, rows: Sequence[JobRow], *
         text = INSERT_ANY
         params |= {
             "timeouts": [row.timeout_ms for row in rows],
-            "tags": _Array(text_array([None if row.tags is None else _json_list(row.tags) for row in rows])),
+            "tags": _Array(text_array([None if row.tags is None else orjson.dumps(row.tags) for row in rows])),
             "metadata": _Array(text_array([row.metadata for row in rows])),
             "run_ats": _Array(text_array([None if row.run_at is None else row.run_at.isoformat() for row in rows])),
             "delays": [row.delay for row in rows],
@@ -255,12 +256,6 @@ def copy_jobs(conn: Connection[Any], schema: Schema, rows: Iterable[JobRow], *, 
         if notify and queues:
             cursor.execute(schema.sql(RING), {"queues": sorted(queues)})
     return count
-
-
-def _json_list(tags: Sequence[str]) -> bytes:
-    import orjson
-
-    return orjson.dumps(list(tags))
 
 
 def _copy_line(row: JobRow) -> bytes:
@@ -366,7 +361,7 @@ class JobInfo:
 GET = """
     SELECT id, queue, kind, state, priority, attempt, max_attempts, args, metadata,
            coalesce(tags, '{}') AS tags, created_at, run_at, ended_at, waits_for, coalesce(history, '[]') AS history
-      FROM awa.find_job_v1(%(id)s)
+      FROM awa.find_job_v1(%(id)s::bigint)
 """
 
 
@@ -395,6 +390,8 @@ UNKNOWN_CLAIMS = """
 
 TRY_RUNTIME_LOCK = "SELECT pg_try_advisory_xact_lock(hashtextextended('awa.runtime:' || %(runtime)s::text, 0))"
 
+IS_GONE = "SELECT FROM awa.gone_runtimes WHERE runtime = %(runtime)s"
+
 RELEASE = """
     SELECT awa.end_attempts(%(runtime)s, NULL, %(claims)s::bigint[], %(slots)s::smallint[], %(nonces)s::integer[],
                             %(idx)s::smallint[], array_fill('released'::text, ARRAY[%(n)s::integer]),
@@ -411,11 +408,16 @@ def release_unknown_claims(conn: Connection[Any], schema: Schema, runtime: int, 
 
     Returns:
         How many attempts were released; None when the lock could not be had, so that the caller tries again.
+
+    Raises:
+        RuntimeGone: The runtime is fenced: its attempts are not its own any more.
     """
     with conn.transaction(), _cursor(conn) as cursor:
         locked = cursor.execute(schema.sql(TRY_RUNTIME_LOCK), {"runtime": runtime}).fetchone()
         if locked is None or not locked[0]:
             return None
+        if cursor.execute(schema.sql(IS_GONE), {"runtime": runtime}).fetchone() is not None:
+            raise RuntimeGone(f"runtime {runtime} was silent for too long and was taken for dead", runtime=runtime)
         found = cursor.execute(schema.sql(UNKNOWN_CLAIMS), {"runtime": runtime, "newest": newest}).fetchall()
         members = [(claim_id, slot, nonce, idx) for claim_id, slot, nonce, size in found for idx in range(1, size + 1)]
         if members:

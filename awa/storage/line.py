@@ -18,7 +18,7 @@ from psycopg import Connection
 from psycopg.pq import ConnStatus, DiagnosticField, ExecStatus, Format
 
 from awa._core import Attempt, Flush, Handler, decode_batch, int2_array, text_array
-from awa.errors import RuntimeGone
+from awa.errors import RuntimeGone, StorageNotTrusted
 from awa.storage.pool import connect
 from awa.storage.schema import Schema
 
@@ -32,7 +32,7 @@ SETTLE = """
 CLAIM = """
     SELECT flags, claim_id, slot, nonce, priority, ids, entry_ids, attempts, max_attempts, kinds, lens, args,
            created_at, details
-      FROM awa.claim_v1($1::text, $2::bigint, $3::text[], $4::integer, $5::integer)
+      FROM awa.claim_v1($1::text, $2::bigint, $3::text[], $4::integer, $5::boolean)
 """
 
 FETCH_ARGS = """
@@ -152,8 +152,10 @@ class Line:
         """Settle *flushes* and make the claims *wanted*, in one round trip, each in a transaction of its own.
 
         Raises:
-            psycopg.OperationalError: The connection is lost; what became of the flush and the claims is unknown.
+            psycopg.OperationalError: The connection is lost, or no answer came in time; what became of the flushes and
+                the claims is unknown.
             RuntimeGone: Somebody fenced this runtime.
+            StorageNotTrusted: The rows come from another cluster.
         """
         number = struct.pack(">q", runtime)
         for flush in flushes:
@@ -161,7 +163,7 @@ class Line:
         for want in wanted:
             self._send(
                 b"claim",
-                [want.queue.encode(), number, self._kinds, struct.pack(">i", want.limit), struct.pack(">i", want.arm)],
+                [want.queue.encode(), number, self._kinds, struct.pack(">i", want.limit), struct.pack(">?", want.arm)],
             )
         self._flush_out()
         reply = Reply()
@@ -170,15 +172,13 @@ class Line:
             reply.settled.append(settled)
             try:
                 settled.stale = [(_int(row[0]), _int(row[1])) for row in self._receive()]
-            except psycopg.OperationalError as error:
-                if self._pg.status != ConnStatus.OK:
-                    raise
-                settled.error = error
             except psycopg.errors.UniqueViolation as error:
                 # the same flush was recorded before, and its acknowledgement lost
                 if not (error.diag.table_name or "").startswith("completions"):
                     settled.error = error
             except psycopg.Error as error:
+                if error.sqlstate is None:  # not the server's answer: what comes next may belong to anything
+                    raise
                 settled.error = error
         for want in wanted:
             claimed = Claimed(want.queue)
@@ -186,7 +186,7 @@ class Line:
             try:
                 rows = self._receive()
             except psycopg.Error as error:
-                if self._pg.status != ConnStatus.OK:
+                if error.sqlstate is None:
                     raise
                 claimed.error = error
                 continue
@@ -209,10 +209,16 @@ class Line:
                 raise RuntimeGone(
                     f"runtime {runtime} was silent for too long and its attempts were rescued", runtime=runtime
                 ) from lost
+            if lost is not None and lost.sqlstate == "AWA03":
+                raise StorageNotTrusted(
+                    f"{lost.diag.message_primary}: its rows come from another cluster, by a restore or by replication",
+                    expected="a frontier of this server's transactions",
+                    found="one beyond them",
+                ) from lost
         return reply
 
     def fetch_args(self, runtime: int, attempts: Sequence[Attempt]) -> None:
-        """Fetch the args that the claim left out because they are long."""
+        """Fetch the args that the claim left out because they are long; one that is not found stays without."""
         by_claim: dict[tuple[int, int], list[Attempt]] = {}
         for attempt in attempts:
             by_claim.setdefault((attempt.batch.claim_id, attempt.batch.slot), []).append(attempt)
@@ -230,7 +236,9 @@ class Line:
                 )
             }
             for attempt in members:
-                attempt.put_args(found[attempt.idx] or b"")
+                body = found.get(attempt.idx)
+                if body is not None:
+                    attempt.put_args(body)
 
     def give_up_bell(self, queue: str, *, ask_for_help: bool) -> None:
         """Let somebody else answer for *queue*, and ask for it when this process cannot."""
@@ -262,7 +270,10 @@ class Line:
         self._pg.pipeline_sync()
 
     def _flush_out(self) -> None:
+        until = time.monotonic() + REPLY_TIMEOUT
         while self._pg.flush():
+            if time.monotonic() > until:
+                raise psycopg.OperationalError(f"the server has taken nothing for {REPLY_TIMEOUT:.0f} seconds")
             self._poll.modify(self._pg.socket, select.POLLIN | select.POLLOUT)
             self._poll.poll(1000)
             self._poll.modify(self._pg.socket, select.POLLIN)

@@ -129,7 +129,7 @@ FENCE = "SELECT awa.fence_v1(%(runtime)s, %(stale_after)s)"
 def fence(conn: Connection, schema: Schema, runtime: int, *, stale_after: float) -> bool:
     """Refuse every later write of a silent runtime. False: it was heard, or is writing just now; try again later.
 
-    Source: migrations/0004_rescue.sql.
+    Source: migrations/0005_rescue.sql.
     """
     with conn.cursor(row_factory=scalar_row) as cursor:
         return bool(cursor.execute(schema.sql(FENCE), {"runtime": runtime, "stale_after": stale_after}).fetchone())
@@ -153,7 +153,7 @@ RESCUE = "SELECT tried, ended, blocked FROM awa.rescue_v1(%(runtime)s, %(limit)s
 def rescue(conn: Connection, schema: Schema, runtime: int, *, limit: int, skip: int = 0) -> Rescued:
     """Take back up to *limit* open attempts of a fenced runtime, beyond the first *skip*.
 
-    Source: migrations/0004_rescue.sql.
+    Source: migrations/0005_rescue.sql.
     """
     with conn.cursor(row_factory=class_row(Rescued)) as cursor:
         found = cursor.execute(schema.sql(RESCUE), {"runtime": runtime, "limit": limit, "skip": skip}).fetchone()
@@ -169,30 +169,48 @@ def finish(conn: Connection, schema: Schema, runtime: int) -> None:
     conn.execute(schema.sql(FINISH), {"runtime": runtime})
 
 
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """What one call of :func:`hold_lease` found."""
+
+    held_seconds: float | None
+    """For how long this runtime has held it without a gap; None when another holds it."""
+    left_seconds: float
+    """Until it expires, unless its holder renews it."""
+
+
+# Looks before it writes: a conflict locks the row, and all that do not lead would queue for it with who does.
 HOLD_LEASE = """
-    INSERT INTO awa.leases AS l (name, runtime, expires_at)
-    VALUES (%(name)s, %(runtime)s, clock_timestamp() + %(seconds)s * interval '1 s')
-        ON CONFLICT (name) DO UPDATE
-       SET runtime = excluded.runtime, expires_at = excluded.expires_at,
-           epoch = CASE WHEN l.runtime = excluded.runtime AND l.expires_at > clock_timestamp() THEN l.epoch
-                        ELSE l.epoch + 1 END,
-           acquired_at = CASE WHEN l.runtime = excluded.runtime AND l.expires_at > clock_timestamp() THEN l.acquired_at
-                              ELSE clock_timestamp() END
-     WHERE l.runtime = excluded.runtime OR l.expires_at <= clock_timestamp()
-    RETURNING extract(epoch FROM clock_timestamp() - acquired_at)::double precision
+    WITH held AS (
+        INSERT INTO awa.leases AS l (name, runtime, expires_at)
+        SELECT %(name)s, %(runtime)s, clock_timestamp() + %(seconds)s * interval '1 s'
+         WHERE NOT EXISTS (SELECT FROM awa.leases o
+                            WHERE o.name = %(name)s AND o.runtime <> %(runtime)s AND o.expires_at > clock_timestamp())
+            ON CONFLICT (name) DO UPDATE
+           SET runtime = excluded.runtime, expires_at = excluded.expires_at,
+               epoch = CASE WHEN l.runtime = excluded.runtime AND l.expires_at > clock_timestamp() THEN l.epoch
+                            ELSE l.epoch + 1 END,
+               acquired_at = CASE WHEN l.runtime = excluded.runtime AND l.expires_at > clock_timestamp()
+                                  THEN l.acquired_at ELSE clock_timestamp() END
+         WHERE l.runtime = excluded.runtime OR l.expires_at <= clock_timestamp()
+        RETURNING acquired_at
+    )
+    SELECT greatest(extract(epoch FROM clock_timestamp() - h.acquired_at), 0)::double precision AS held_seconds,
+           %(seconds)s::double precision AS left_seconds
+      FROM held h
+     UNION ALL
+    SELECT NULL, greatest(extract(epoch FROM l.expires_at - clock_timestamp()), 0)::double precision
+      FROM awa.leases l
+     WHERE l.name = %(name)s AND NOT EXISTS (SELECT FROM held)
 """
 
 
-def hold_lease(conn: Connection, schema: Schema, name: str, runtime: int, *, seconds: float) -> float | None:
-    """Take or renew the lease *name* for *seconds*.
-
-    Returns:
-        For how many seconds this runtime has held it without a gap, or None when another holds it.
-    """
-    with conn.cursor(row_factory=scalar_row) as cursor:
+def hold_lease(conn: Connection, schema: Schema, name: str, runtime: int, *, seconds: float) -> Lease:
+    """Take or renew the lease *name* for *seconds*, unless another holds it."""
+    with conn.cursor(row_factory=class_row(Lease)) as cursor:
         cursor.execute(schema.sql(HOLD_LEASE), {"name": name, "runtime": runtime, "seconds": seconds})
-        held = cursor.fetchone()
-    return None if held is None else max(float(held), 0.0)
+        # no row: another took it first, ever, at this very moment
+        return cursor.fetchone() or Lease(None, 0.0)
 
 
 DROP_LEASE = "UPDATE awa.leases SET expires_at = clock_timestamp() WHERE name = %(name)s AND runtime = %(runtime)s"

@@ -16,7 +16,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from hashlib import sha256
 
 from awa.config import check_schema
 
@@ -53,6 +52,8 @@ class Schema:
     @property
     def channel(self) -> str:
         """The NOTIFY channel of this schema, as ``awa.channel()`` gives it: 20 characters for any name."""
+        from hashlib import sha256  # it loads OpenSSL, which a program that inserts nothing need not wait for
+
         digest = sha256(self.sql("awa.bell").encode()).hexdigest()
         return "awa_" + digest[:16]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime
-
 from psycopg import Connection
 from psycopg.rows import scalar_row
 
@@ -46,18 +44,16 @@ def seconds_to_next(conn: Connection, schema: Schema, *, behind: float) -> float
     return None if found is None else float(found)
 
 
-LEADER_BELL = "SELECT pg_try_advisory_lock(hashtextextended('awa.bell:', 0))"
+TAKE_LEADER_BELL = "SELECT pg_try_advisory_lock(hashtextextended('awa.bell:', 0))"
 
 
 def take_leader_bell(conn: Connection, schema: Schema) -> bool:
-    """Have inserts of jobs that are due soon notify this connection, until it closes; False while another holds it."""
-    with conn.cursor(row_factory=scalar_row) as cursor:
-        return bool(cursor.execute(schema.sql(LEADER_BELL)).fetchone())
+    """Have jobs that are due soon ring for this connection, until it closes; False while another holds the bell.
 
-
-def now(conn: Connection) -> datetime:
-    """The database's clock."""
+    A ring is a notification with an empty payload. It is heard even without the bell, as long as somebody holds it: a
+    leader that vanished with its host does for a while. Look for due jobs afterwards; what was inserted before rang
+    for nobody.
+    """
+    conn.execute(f"LISTEN {schema.channel}")
     with conn.cursor(row_factory=scalar_row) as cursor:
-        found = cursor.execute("SELECT clock_timestamp()").fetchone()
-    assert isinstance(found, datetime)
-    return found
+        return bool(cursor.execute(schema.sql(TAKE_LEADER_BELL)).fetchone())

@@ -8,10 +8,9 @@ from typing import Any
 
 from psycopg import Connection, Cursor
 
-from awa import _core
 from awa._core import Attempt, Outcomes
 from awa.errors import StaleAttempt
-from awa.failure import describe, told
+from awa.failure import Failure, describe, told
 from awa.insert import lent
 from awa.job import Cancel, Job, Outcome, RetryAfter, Snooze
 from awa.registry import TaskOptions
@@ -63,88 +62,58 @@ class Attempts:
 
     def conclude(self, attempt: Attempt, result: object, error: BaseException | None, elapsed_ms: int) -> None:
         """Note everything but a plain success."""
-        add = self._outcomes.add
         ending = result if error is None else error
         # type(): an object may lie about its __class__
         chosen = ending if issubclass(type(ending), Outcome) else None
         if isinstance(chosen, Snooze):
-            add(attempt, "snoozed", delay=chosen.seconds, elapsed_ms=elapsed_ms)
+            self._add(attempt, "snoozed", elapsed_ms, delay=chosen.seconds)
+            self._after_complete(attempt, f"Snooze({chosen.seconds:g})")
         elif isinstance(chosen, Cancel):
             reason = told("Cancel", chosen.reason or "cancelled by its handler")
-            add(attempt, "cancelled", elapsed_ms=elapsed_ms, error=reason.as_json())
-            log.info("job %d %s: cancelled: %s", attempt.id, attempt.handler.kind, reason.text)
+            self._add(attempt, "cancelled", elapsed_ms, reason)
+            if not self._after_complete(attempt, f"Cancel: {reason.text}"):
+                self._log(logging.INFO, attempt, "cancelled: %s", reason.text)
         elif isinstance(chosen, RetryAfter):
             asked = told("RetryAfter", f"its handler asked to run again after {chosen.seconds:g} s")
-            self._retry(attempt, chosen.seconds, elapsed_ms, asked.as_json())
+            self._add(attempt, "retried", elapsed_ms, asked, delay=chosen.seconds)
+            self._after_complete(attempt, f"RetryAfter({chosen.seconds:g})")
         elif error is None:
-            add(attempt, "completed", elapsed_ms=elapsed_ms)
+            self._add(attempt, "completed", elapsed_ms)
         else:
             self._failed(attempt, error, elapsed_ms)
 
     def _failed(self, attempt: Attempt, error: BaseException, elapsed_ms: int) -> None:
         options = attempt.handler.options or TaskOptions()
         failure = describe(error)
-        number = attempt.attempt
-        if attempt.was_completed:
-            log.warning(
-                "job %d %s: raised %s after complete(): %s; this counts only if its transaction was rolled back",
-                attempt.id,
-                attempt.handler.kind,
-                failure.type,
-                failure.text,
-            )
-        decided = verdict(
-            error,
-            attempt=number,
-            max_attempts=attempt.max_attempts,
-            retry_on=options.retry_on,
-            fail_on=options.fail_on,
-        )
+        raised = f"{failure.type}: {failure.text}"
+        number, most = attempt.attempt, attempt.max_attempts
+        decided = verdict(error, attempt=number, max_attempts=most, retry_on=options.retry_on, fail_on=options.fail_on)
         if decided == "fail":
-            self._outcomes.add(attempt, "failed", elapsed_ms=elapsed_ms, error=failure.as_json())
-            if attempt.was_completed:
-                return
-            log.error(
-                "job %d %s: failed at attempt %d/%d: %s: %s",
-                attempt.id,
-                attempt.handler.kind,
-                number,
-                attempt.max_attempts,
-                failure.type,
-                failure.text,
-            )
+            self._add(attempt, "failed", elapsed_ms, failure)
+            if not self._after_complete(attempt, raised):
+                self._log(logging.ERROR, attempt, "failed at attempt %d/%d: %s", number, most, raised)
             return
         delay = delay_after(options.retry, number)
         if delay.complaint is not None:
-            log.warning("job %d %s: %s", attempt.id, attempt.handler.kind, delay.complaint)
-        self._retry(attempt, delay.seconds, elapsed_ms, failure.as_json())
+            self._log(logging.WARNING, attempt, "%s", delay.complaint)
+        self._add(attempt, "retried", elapsed_ms, failure, delay=delay.seconds)
+        if not self._after_complete(attempt, raised):
+            text = "attempt %d/%d raised %s; again in %.1f s"
+            self._log(logging.WARNING, attempt, text, number, most, raised, delay.seconds)
+
+    def _add(
+        self, attempt: Attempt, outcome: str, elapsed_ms: int, failure: Failure | None = None, *, delay: float = 0.0
+    ) -> None:
+        # What is retried at its last attempt the database fails instead.
+        error = None if failure is None else failure.as_json()
+        self._outcomes.add(attempt, outcome, delay=delay, elapsed_ms=elapsed_ms, error=error)
+
+    def _after_complete(self, attempt: Attempt, ending: str) -> bool:
+        """Whether the attempt called complete(); then its *ending* is only told."""
         if attempt.was_completed:
-            return
-        log.warning(
-            "job %d %s: attempt %d/%d raised %s: %s; again in %.1f s",
-            attempt.id,
-            attempt.handler.kind,
-            number,
-            attempt.max_attempts,
-            failure.type,
-            failure.text,
-            delay.seconds,
-        )
+            text = "ended with %s after complete(); this counts only if its transaction was rolled back"
+            self._log(logging.WARNING, attempt, text, ending)
+        return attempt.was_completed
 
-    def _retry(self, attempt: Attempt, seconds: float, elapsed_ms: int, error: bytes) -> None:
-        # The database fails the job instead when this was its last attempt.
-        self._outcomes.add(attempt, "retried", delay=seconds, elapsed_ms=elapsed_ms, error=error)
-
-
-def current_job() -> Job[Any]:
-    """The job that the calling handler runs; its ``args`` are the arguments by name.
-
-    For handlers that take their args as parameters.
-
-    Raises:
-        LookupError: This thread runs no job.
-    """
-    job: Job[Any] | None = _core.current_job()
-    if job is None:
-        raise LookupError("no job runs in this thread: current_job() works inside a handler, in the handler's thread")
-    return job
+    def _log(self, level: int, attempt: Attempt, text: str, *values: object) -> None:
+        log.log(level, f"job %d %s: {text}", attempt.id, attempt.handler.kind, *values)

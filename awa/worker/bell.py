@@ -90,6 +90,12 @@ class Bell:
             self._armed_at = now
         self.armed.add(queue)
 
+    def gave_up(self, queue: str) -> None:
+        """Note that the bell of *queue* was given up."""
+        self.armed.discard(queue)
+        self._gap = FIRST_POLL
+        self._next_try = 0.0
+
     def asked_to_help(self) -> None:
         """Another process gave a bell up, since no thread of it is free: try to take it with the next claim."""
         self._gap = FIRST_POLL

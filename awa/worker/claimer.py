@@ -15,7 +15,7 @@ import psycopg
 
 from awa._core import Attempt, Crew, Flush, Handler, Outcomes
 from awa.config import QueueSpec
-from awa.errors import AwaError, RuntimeGone
+from awa.errors import AwaError, RuntimeGone, StorageNotTrusted
 from awa.storage import jobs
 from awa.storage.line import HELP, Line, Reply, Wanted
 from awa.storage.pool import connect
@@ -51,6 +51,7 @@ class Claimer:
     Args:
         identity: Gives the number of this runtime; it changes when the process was taken for dead and registers anew.
         on_gone: Called when this runtime turns out to be gone; registers anew.
+        on_fatal: Called with what no waiting mends; asks the worker to stop.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Claimer:
         notify: bool,
         identity: Callable[[], int],
         on_gone: Callable[[], None],
+        on_fatal: Callable[[Exception], None],
     ) -> None:
         self._conninfo = conninfo
         self._schema = schema
@@ -76,6 +78,7 @@ class Claimer:
         self._threads = threads
         self._identity = identity
         self._on_gone = on_gone
+        self._on_fatal = on_fatal
         self._bell = Bell(tuple(spec.name for spec in queues), poll_interval=poll_interval, use_bells=notify)
         self._line: Line | None = None
         self._is_in_doubt = False
@@ -88,15 +91,14 @@ class Claimer:
         self._wake = Wake()
         self.crew: Crew
         self.is_stopping = False
-        self.stale = 0
-        """Outcomes that were refused, since their attempts had been taken over."""
 
     def poke(self) -> None:
         """Wake the leader, from any thread or signal handler."""
         self._wake.ring()
 
-    def call(self) -> None:
-        """Have the leader ask the database now, whatever it sleeps for."""
+    def gone(self, runtime: int) -> None:
+        """*runtime* was taken for dead: tell its handlers, and have the leader register anew at once."""
+        self._cancel(runtime)
         self._is_called = True
         self._wake.ring()
 
@@ -112,6 +114,9 @@ class Claimer:
                 log.warning("%s", error)
                 self._forget()
                 self._try(self._on_gone)
+            except StorageNotTrusted as error:
+                self._on_fatal(error)
+                self._wake.sleep(1.0)
             except Exception as error:
                 self._failures += 1
                 delay = min(0.05 * 2 ** min(self._failures, 7), 5.0) * random.uniform(0.5, 1.0)
@@ -134,17 +139,21 @@ class Claimer:
         self.crew.refill(attempts, half)
 
     def flush(self) -> bool:
-        """Record what has been noted, without claiming; whether everything is recorded. For the shutdown."""
+        """Record what has been noted, without claiming; for the shutdown.
+
+        Returns:
+            Whether everything is recorded, and no claim may be open that this process does not know.
+        """
         if not self.crew.take_lead():
             return False
         try:
-            self._record()
+            is_recorded = self._record()
         finally:
             self.crew.rest()
-        return not self._pending and not self._outcomes.count
+        return is_recorded and not (self._is_in_doubt or self._pending or self._outcomes.count)
 
-    def give_back(self) -> None:
-        """Release what was claimed and has not started: every thread turned out to be busy for longer."""
+    def relieve(self) -> None:
+        """Every thread turned out to be busy for longer: release what has not started, record what has ended."""
         if not self.crew.take_lead():
             return
         try:
@@ -153,20 +162,27 @@ class Claimer:
                 self._outcomes.add(attempt, "released")
             if unstarted:
                 log.info("%d jobs that waited behind slow ones are released", len(unstarted))
-                self._record()
+            self._record()
         finally:
             if self.is_stopping:
                 self.crew.rest()
             else:
                 self.crew.refill([], 0)
 
-    def _record(self) -> None:
+    @property
+    def has_something_to_record(self) -> bool:
+        """Whether outcomes wait to be recorded."""
+        return bool(self._outcomes.count or self._pending)
+
+    def _record(self) -> bool:
         try:
             self._exchange((), must_flush=True)
         except RuntimeGone:
             self._forget()
         except (psycopg.Error, AwaError) as error:
             log.warning("recording failed: %s", first_line(error))
+            return False
+        return True
 
     def close(self) -> None:
         """Close the connection and the wake-up socket."""
@@ -185,22 +201,25 @@ class Claimer:
     def _term(self) -> list[Attempt]:
         bell = self._bell
         arm = False
+        asked: set[str] = set()  # queues, since the last rest
         while not self.is_stopping:
             if bell.is_hot and not self._last_full:
                 self._wake.sleep(self._last_claim + PACE - time.monotonic())
-            reply = self._exchange(self._wanted(arm))
-            arm = False
+            wanted = self._wanted(arm)
+            reply = self._exchange(wanted)
             now = self._last_claim = time.monotonic()
             attempts = [attempt for claimed in reply.claims for attempt in claimed.attempts]
             bell.arrived(len(attempts), now)
-            for claimed in reply.claims:
-                if claimed.is_armed:
-                    bell.took(claimed.queue, now)
             if attempts:
                 self._settle_bells(len(attempts))
                 return attempts
             if self.crew.waiting > 0:
                 return []  # others have work; the token waits behind it
+            asked.update(want.queue for want in wanted)
+            if wanted and any(spec.name not in asked and self._room(spec) > 0 for spec in self._queues):
+                continue  # fewer free threads than queues: ask the others before resting
+            asked.clear()
+            arm = False
             if any(claimed.come_again for claimed in reply.claims):
                 continue
             if any(claimed.is_busy for claimed in reply.claims):
@@ -213,25 +232,22 @@ class Claimer:
 
     def _wanted(self, arm: bool) -> list[Wanted]:
         crew = self.crew
-        buffered = crew.waiting
         free = max(self._threads - crew.busy(), 1)
         ahead = free
         if crew.mean_seconds >= 0:
             ahead = max(free, int(self._threads * WORK_AHEAD / max(crew.mean_seconds, 1e-6)))
-        limit = min(MAX_BATCH, ahead) - buffered
-        if limit <= 0:
+        limit = min(MAX_BATCH, ahead) - crew.waiting
+        chosen = [spec for spec in self._queues if self._room(spec) > 0][: max(limit, 0)]
+        if not chosen:
             return []
-        self._queues.append(self._queues.pop(0))  # each is first in turn
-        share = max(1, limit // len(self._queues))
-        wanted = []
-        for spec in self._queues:
-            room = min(share, limit)
-            if spec.max_workers is not None:
-                room = min(room, spec.max_workers - self._outcomes.unfinished(spec.name))
-            if room > 0:
-                limit -= room
-                wanted.append(Wanted(spec.name, room, arm and spec.name not in self._bell.armed))
-        return wanted
+        for spec in chosen:  # each is first in its turn
+            self._queues.remove(spec)
+            self._queues.append(spec)
+        share = limit // len(chosen)
+        return [
+            Wanted(spec.name, min(share, self._room(spec)), arm and spec.name not in self._bell.armed)
+            for spec in chosen
+        ]
 
     def _exchange(self, wanted: Sequence[Wanted], *, must_flush: bool = False) -> Reply:
         """One round trip; the attempts that it claimed are open, and everything it settled is closed."""
@@ -255,8 +271,10 @@ class Claimer:
             for claimed in reply.claims:
                 for batch in claimed.batches:
                     outcomes.opened(batch)
+                if claimed.is_armed:
+                    self._bell.took(claimed.queue, now)
             self._fetch_long(line, runtime, reply)
-        except RuntimeGone:
+        except (RuntimeGone, StorageNotTrusted):
             raise
         except BaseException:
             # Whatever it was, what the database did is unknown now; finding out begins with a new connection.
@@ -282,13 +300,15 @@ class Claimer:
         try:
             line.fetch_args(runtime, long)
         except psycopg.Error as error:
-            log.warning("fetching long args failed, %d jobs are released: %s", len(long), first_line(error))
+            log.warning("fetching long args failed: %s", first_line(error))
+            self._lose_line()
+        missing = [attempt for attempt in long if not attempt.has_args]
+        for attempt in missing:
+            self._outcomes.add(attempt, "released")
+        if missing:
+            log.warning("%d jobs whose args did not come are released", len(missing))
             for claimed in reply.claims:
                 claimed.attempts = [attempt for attempt in claimed.attempts if attempt.has_args]
-            for attempt in long:
-                if not attempt.has_args:
-                    self._outcomes.add(attempt, "released")
-            self._lose_line()
 
     def _note_settled(self, reply: Reply) -> None:
         for settled in reply.settled:
@@ -299,13 +319,13 @@ class Claimer:
                 self._outcomes.acknowledged(flush)
                 # A doubtful end that is refused stands already: the handler's own transaction committed it.
                 if settled.stale and not flush.is_doubtful:
-                    self.stale += len(settled.stale)
                     log.warning("%d outcomes were refused: their attempts had been taken over", len(settled.stale))
                 continue
             again = time.monotonic() + RETRY_PAUSE
             if flush.count > 1 and error.sqlstate not in PASSING:
                 log.error("recording %d outcomes failed, each is tried by itself: %s", flush.count, first_line(error))
                 self._pending.remove(flush)
+                self._not_before.pop(flush.number, None)
                 self._pending += self._outcomes.split(flush)
                 continue
             if error.sqlstate not in PASSING:
@@ -337,25 +357,39 @@ class Claimer:
 
     def _forget(self) -> None:
         """This runtime is gone: its attempts are somebody else's now."""
-        for attempt in self.crew.running:
-            if attempt is not None:
-                attempt.is_cancelled = True
+        self._cancel(self._identity())
         self.crew.drain()
         self._outcomes.clear()
         self._pending.clear()
         self._not_before.clear()
 
+    def _cancel(self, runtime: int) -> None:
+        for attempt in self.crew.running:
+            if attempt is not None and attempt.batch.runtime == runtime:
+                attempt.is_cancelled = True
+
     def _settle_bells(self, count: int) -> None:
-        """With work at hand: give the bells up when jobs pour in, or when no thread is left to answer."""
-        bell = self._bell
-        if not bell.armed or self._line is None:
+        """With work at hand: give up the bells of queues that pour in, or that no thread is left to answer for."""
+        bell, line = self._bell, self._line
+        if not bell.armed or line is None:
             return
         mean = self.crew.mean_seconds
         is_saturated = (mean < 0 or mean > SLOW) and self.crew.busy() + count >= self._threads
-        if bell.is_hot or is_saturated:
-            for queue in list(bell.armed):
-                self._line.give_up_bell(queue, ask_for_help=is_saturated)
-            bell.lost()
+        for spec in self._queues:
+            needs_help = is_saturated or self._room(spec) <= 0
+            if spec.name in bell.armed and (bell.is_hot or needs_help):
+                try:
+                    line.give_up_bell(spec.name, ask_for_help=needs_help)
+                except psycopg.Error as error:
+                    # the attempts at hand are open and must be run, whatever became of the connection
+                    log.warning("giving a bell up failed: %s", first_line(error))
+                    self._lose_line()
+                    return
+                bell.gave_up(spec.name)
+
+    def _room(self, spec: QueueSpec) -> int:
+        """How many more attempts of a queue this process may have open."""
+        return MAX_BATCH if spec.max_workers is None else spec.max_workers - self._outcomes.unfinished(spec.name)
 
     def _rest(self, seconds: float) -> None:
         """Sleep until an insert rings, a thread has finished and its outcome is due, or the time has passed."""

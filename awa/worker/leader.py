@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import time
 from collections.abc import Callable
 
@@ -15,9 +16,18 @@ log = logging.getLogger("awa.maintenance")
 
 LEASE = "maintenance"
 
+LASTS = 1.75
+"""Heartbeats that the lease lasts: two renewals may fail, and a dead leader is replaced in less than two heartbeats."""
+
+RENEW_EVERY = 0.5
+"""Heartbeats between renewals, and between looks of those that do not lead: a leader that stops gives the lease up."""
+
+JITTER = 0.05
+"""Most heartbeats behind the end of another's lease: not all try to take it at once."""
+
 
 class Leadership:
-    """The lease of maintenance, as this runtime sees it. It lasts two heartbeats by the database's clock.
+    """The lease of maintenance, as this runtime sees it. It ends by the database's clock.
 
     What must not happen twice is unique in the database, so a leader that does not know yet that it has been
     replaced does no harm.
@@ -25,8 +35,7 @@ class Leadership:
 
     def __init__(self, schema: Schema, *, heartbeat: float, identity: Callable[[], int]) -> None:
         self._schema = schema
-        self._seconds = 2 * heartbeat
-        self._renew_every = heartbeat / 2
+        self._heartbeat = heartbeat
         self._identity = identity
         self._renew_at = 0.0
         self._runtime = 0
@@ -36,11 +45,18 @@ class Leadership:
     def renew(self, conn: Connection) -> bool:
         """Take or renew the lease when it is time to; whether this runtime leads."""
         now = time.monotonic()
-        if now >= self._renew_at or self._runtime != self._identity():
-            was_leading = self.held_seconds is not None
+        if self._runtime != self._identity():
+            self.drop(conn)  # the number that this process had before; it would keep the new one waiting
             self._runtime = self._identity()
-            self.held_seconds = runtimes.hold_lease(conn, self._schema, LEASE, self._runtime, seconds=self._seconds)
-            self._renew_at = now + self._renew_every
+            self._renew_at = 0.0
+        if now >= self._renew_at:
+            was_leading = self.held_seconds is not None
+            lease = runtimes.hold_lease(conn, self._schema, LEASE, self._runtime, seconds=LASTS * self._heartbeat)
+            self.held_seconds = lease.held_seconds
+            pause = RENEW_EVERY * self._heartbeat
+            if lease.held_seconds is None:
+                pause = min(pause, lease.left_seconds + random.uniform(0.0, JITTER * self._heartbeat))
+            self._renew_at = now + pause
             if (self.held_seconds is not None) != was_leading:
                 log.info("this worker %s maintenance", "leads" if self.held_seconds is not None else "no longer leads")
         return self.held_seconds is not None

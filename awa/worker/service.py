@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import random
 import threading
-import time
 
 log = logging.getLogger("awa.worker")
 
@@ -15,14 +14,20 @@ BACKOFF_CAP = 5.0
 
 def first_line(error: BaseException) -> str:
     """What an error says, without the context that PostgreSQL adds below."""
-    return next(iter(str(error).strip().splitlines()), "")
+    try:
+        text = str(error)
+    except Exception:
+        text = "an error that cannot be printed"
+    return next(iter(text.strip().splitlines()), "")
 
 
 class Service:
     """A thread that does one round after the other.
 
     Subclasses give ``step() -> float``: do one round, return the seconds until the next; and may give ``close()``,
-    which runs in the thread when it ends and after each failed step, to drop a connection that may be broken.
+    which runs in the thread when it ends and after each failed round, to drop a connection that may be broken.
+
+    No ``Exception`` ends the thread, wherever it is raised. What is no ``Exception`` does, and is logged.
 
     Args:
         name: Shown in stack dumps and logs.
@@ -30,11 +35,8 @@ class Service:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.failures = 0
-        """Steps that failed in a row."""
-        self.last_round = time.monotonic()
-        """When a step last succeeded, by the monotonic clock."""
         self.is_stopping = False
+        self._failures = 0
         self._event = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -74,33 +76,39 @@ class Service:
         self._event.clear()
 
     def _run(self) -> None:
-        while not self.is_stopping:
-            try:
-                delay = self.step()
-                self.failures = 0
-                self.last_round = time.monotonic()
-                if delay > 0 and not self.is_stopping:
-                    self.wait(delay)
-            except Exception as error:
-                self.failures += 1
-                delay = min(0.1 * 2 ** min(self.failures, 10), BACKOFF_CAP) * random.uniform(0.5, 1.0)
-                log.log(
-                    logging.WARNING if self.failures < 5 else logging.ERROR,
-                    "%s failed, again in %.1f s: %s: %s",
-                    self.name,
-                    delay,
-                    type(error).__name__,
-                    first_line(error),
-                    exc_info=log.isEnabledFor(logging.DEBUG),
-                )
-                self._close_quietly()
-                if not self.is_stopping:
-                    self._event.wait(delay)
-                    self._event.clear()
+        try:
+            while not self.is_stopping:
+                try:
+                    delay = self.step()
+                    if delay > 0 and not self.is_stopping:
+                        self.wait(delay)
+                    self._failures = 0
+                except Exception as error:
+                    self._back_off(error)
+            self._close_quietly()
+        except BaseException:
+            # nothing will do its work any more: is_alive says so, and this says why
+            log.critical("%s has ended", self.name, exc_info=True)
+
+    def _back_off(self, error: Exception) -> None:
+        self._failures += 1
+        delay = min(0.1 * 2 ** min(self._failures, 10), BACKOFF_CAP) * random.uniform(0.5, 1.0)
+        log.log(
+            logging.WARNING if self._failures < 5 else logging.ERROR,
+            "%s failed, again in %.1f s: %s: %s",
+            self.name,
+            delay,
+            type(error).__name__,
+            first_line(error),
+            exc_info=log.isEnabledFor(logging.DEBUG),
+        )
         self._close_quietly()
+        if not self.is_stopping:
+            self._event.wait(delay)
+            self._event.clear()
 
     def _close_quietly(self) -> None:
         try:
             self.close()
         except Exception as error:
-            log.debug("%s could not close: %s", self.name, error)
+            log.debug("%s could not close: %s", self.name, first_line(error))

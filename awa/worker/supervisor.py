@@ -40,6 +40,9 @@ log = logging.getLogger("awa.worker")
 
 Hook = Callable[[], object]
 
+FLUSH_OUT_OF_TURN = 0.02
+"""Seconds that an outcome may wait while other jobs wait for a thread; with nothing to do it is recorded sooner."""
+
 
 def make_handlers(registry: Registry) -> dict[str, Handler]:
     """One handler per kind, aliases included.
@@ -83,8 +86,11 @@ class Worker:
         self._services: list[Service] = []
         self._stop_lock = threading.Lock()
         self._is_started = False
-        self._is_stopped = False  # guarded by _stop_lock
+        self._is_stopping = False  # guarded by _stop_lock
+        self._left_running: list[int] = []  # written before _has_stopped is set
+        self._has_stopped = threading.Event()
         self._asked = threading.Event()
+        self._fatal: Exception | None = None
         self._signals = 0
         self._conninfo = ""
         self._schema = Schema(settings.schema)
@@ -104,7 +110,7 @@ class Worker:
         return [attempt.id for attempt in self._crew.running if attempt is not None] if self._is_started else []
 
     def start(self) -> None:
-        """Register, run the start hooks, and begin to claim; returns at once.
+        """Run the start hooks, register, and begin to claim; returns at once.
 
         Raises:
             ConfigError: No task is declared, or the worker was started before.
@@ -118,10 +124,10 @@ class Worker:
         self._conninfo = self._find_conninfo()
         with connect(self._conninfo, name="start") as connection:
             check_schema(connection, self._schema)
+        for hook in self._on_start:  # before anything exists that would have to be undone
+            hook()
         self._identity = Identity(self._conninfo, self._schema, settings, self._version)
         self._identity.register()
-        for hook in self._on_start:
-            hook()
         self._build(handlers)
         for service in self._services:
             service.start()
@@ -153,6 +159,7 @@ class Worker:
             notify=settings.notify,
             identity=identity,
             on_gone=identity.register,
+            on_fatal=self._give_up,
         )
         self._claimer = claimer
         self._crew = claimer.crew = Crew(
@@ -162,6 +169,7 @@ class Worker:
             conclude=attempts.conclude,
             lead=claimer.lead,
             chosen=Outcome,
+            flush_after=FLUSH_OUT_OF_TURN,
         )
         self._crew.poke = claimer.poke
         self._services = [
@@ -171,7 +179,7 @@ class Worker:
                 interval=settings.heartbeat,
                 identity=identity,
                 outcomes=self._outcomes,
-                on_gone=claimer.call,
+                on_gone=claimer.gone,
             ),
             Maintenance(
                 conninfo=conninfo,
@@ -183,38 +191,61 @@ class Worker:
                     Rescue(schema, heartbeat=settings.heartbeat, stale_after=settings.stale_after),
                 ],
             ),
-            Watch(self._crew, timeout=settings.timeout, give_back=claimer.give_back),
+            Watch(
+                self._crew,
+                timeout=settings.timeout,
+                is_loaded=lambda: self._crew.waiting > 0 or claimer.has_something_to_record,
+                relieve=claimer.relieve,
+            ),
         ]
 
     def stop(self, timeout: float | None = None) -> None:
-        """Stop in good order. Safe from any thread and twice.
+        """Stop in good order. Safe from any thread but a handler's, and twice: the second call waits for the first.
 
         Args:
             timeout: Seconds that running handlers get; None: the setting ``shutdown_timeout``.
 
         Raises:
             ShutdownTimeout: Handlers outlived it. Their attempts are rescued once this process is gone.
+            ConfigError: A handler calls this; it would wait for itself.
         """
+        if threading.current_thread() in self._threads:
+            raise ConfigError("stop() was called by a handler, for which it waits: tell another thread to call it")
         with self._stop_lock:
-            if not self._is_started or self._is_stopped:
-                return
-            self._is_stopped = True
+            is_first = self._is_started and not self._is_stopping
+            self._is_stopping = self._is_started
+        if is_first:
+            try:
+                self._stop(self._settings.shutdown_timeout if timeout is None else timeout)
+            finally:
+                self._has_stopped.set()
+        elif self._is_started:
+            self._has_stopped.wait()
+        if self._left_running:
+            shown = ", ".join(map(str, self._left_running[:20]))
+            raise ShutdownTimeout(
+                f"{len(self._left_running)} handlers outlived the grace time: jobs {shown}; they will be rescued",
+                job_ids=self._left_running,
+            )
+
+    def _stop(self, grace: float) -> None:
         self._asked.set()
-        until = time.monotonic() + (self._settings.shutdown_timeout if timeout is None else timeout)
+        until = time.monotonic() + grace
         self._claimer.is_stopping = True
         self._claimer.poke()
         released = self._release()
         while (alive := [thread for thread in self._threads if thread.is_alive()]) and time.monotonic() < until:
-            if self._outcomes.count:
+            if self._claimer.has_something_to_record:
                 self._claimer.flush()
             alive[0].join(0.02)
             released += self._release()  # a claim that was under way
         released += self._release()
         left = self.running
-        self._record(max(until - time.monotonic(), 2.0))
+        is_recorded = self._record(max(until - time.monotonic(), 2.0))
         for service in reversed(self._services):  # the heartbeat last
             service.stop(5.0)
-        if not left and not self._outcomes.open_claims():
+        # One that does not say goodbye is rescued: whatever is open, or may be, is taken back.
+        if is_recorded and not left and not self._outcomes.open_claims():
             self._leave()
         for hook in self._on_stop:
             try:
@@ -223,12 +254,7 @@ class Worker:
                 log.exception("a stop hook failed")
         self._claimer.close()
         log.info("worker %d has stopped; %d jobs released, %d still running", self._identity(), released, len(left))
-        if left:
-            raise ShutdownTimeout(
-                f"{len(left)} handlers outlived the grace time: jobs {', '.join(map(str, left[:20]))}; "
-                "they will be rescued",
-                job_ids=left,
-            )
+        self._left_running = left
 
     def _release(self) -> int:
         unstarted = self._crew.drain()
@@ -237,13 +263,15 @@ class Worker:
         self._crew.dismiss()  # after the drain, which takes dismissals along
         return len(unstarted)
 
-    def _record(self, seconds: float) -> None:
-        """Keep trying to record what is noted."""
+    def _record(self, seconds: float) -> bool:
+        """Keep trying to record what is noted; whether everything is."""
         until = time.monotonic() + seconds
-        while not self._claimer.flush() and time.monotonic() < until:
+        while not self._claimer.flush():
+            if time.monotonic() > until:
+                log.error("not everything could be recorded; what is open will be rescued and run again")
+                return False
             time.sleep(0.05)
-        if self._outcomes.count:
-            log.error("%d outcomes could not be recorded; their jobs will run again", self._outcomes.count)
+        return True
 
     def _leave(self) -> None:
         try:
@@ -256,6 +284,11 @@ class Worker:
         """Start, wait for SIGTERM or SIGINT, stop. In the main thread only.
 
         A second signal leaves the process at once, with the exit code that shells give for it.
+
+        Raises:
+            ShutdownTimeout: Handlers outlived the grace time.
+            StorageNotTrusted: The queue's rows come from another cluster.
+            AwaError: A thread of the worker died.
         """
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError("run() owns the process's signals, so it needs the main thread: use start() and stop()")
@@ -267,11 +300,26 @@ class Worker:
         try:
             self.start()
             while not self._asked.wait(1.0):  # a signal that another thread got runs its handler here, on waking
-                pass
+                self._look_for_the_dead()
             self.stop()
+            if self._fatal is not None:
+                raise self._fatal
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
+
+    def _look_for_the_dead(self) -> None:
+        """A thread that died takes the worker along: half a worker would look alive."""
+        names = [thread.name for thread in self._threads if not thread.is_alive()]
+        names += [service.name for service in self._services if not service.is_alive]
+        if names and not self._is_stopping:
+            self._give_up(AwaError(f"the worker's thread {names[0]} died; see the log above"))
+
+    def _give_up(self, error: Exception) -> None:
+        """Ask :meth:`run` to stop and raise *error*."""
+        log.critical("this worker gives up: %s", error)
+        self._fatal = error
+        self._asked.set()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals += 1

@@ -7,6 +7,7 @@ that sits in a C call is reached when the call returns.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 
@@ -28,14 +29,20 @@ class Watch(Service):
 
     Args:
         timeout: Seconds for attempts of which neither the job nor its kind says; 0 for no limit.
-        give_back: Releases what has been claimed and not started, so that another worker can run it.
+        is_loaded: Whether anything waits for a thread: attempts that have not started, outcomes to record.
+        relieve: Releases the former and records the latter. It asks the database, so it runs in a thread of its own:
+            a server that hangs must not delay deadlines.
     """
 
-    def __init__(self, crew: Crew, *, timeout: float, give_back: Callable[[], None]) -> None:
+    def __init__(
+        self, crew: Crew, *, timeout: float, is_loaded: Callable[[], bool], relieve: Callable[[], None]
+    ) -> None:
         super().__init__("watch")
         self._crew = crew
         self._timeout = timeout
-        self._give_back = give_back
+        self._is_loaded = is_loaded
+        self._relieve = relieve
+        self._relief: threading.Thread | None = None
 
     def step(self) -> float:
         """Look once."""
@@ -46,12 +53,12 @@ class Watch(Service):
             limit = 0.0 if attempt.is_expired else self.limit(attempt)
             if limit and now - attempt.started > limit and attempt.expire(DeadlineExceeded):
                 log.warning("job %d %s: its time of %.1f s is up", attempt.id, attempt.handler.kind, limit)
-        if (
-            self._crew.waiting
-            and len(running) == len(self._crew.running)
-            and all(now - attempt.started > STUCK_AFTER for attempt in running)
-        ):
-            self._give_back()
+        is_stuck = len(running) == len(self._crew.running) and all(
+            now - attempt.started > STUCK_AFTER for attempt in running
+        )
+        if is_stuck and self._is_loaded() and not (self._relief is not None and self._relief.is_alive()):
+            self._relief = threading.Thread(target=self._relieve, name="awa-relief", daemon=True)
+            self._relief.start()
         return LOOK_EVERY
 
     def limit(self, attempt: Attempt) -> float:

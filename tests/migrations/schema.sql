@@ -31,7 +31,7 @@ CREATE FUNCTION awa.channel() RETURNS text
     SELECT 'awa_' || left(encode(sha256(convert_to('awa.bell', 'UTF8')), 'hex'), 16)
 $$;
 
-CREATE FUNCTION awa.claim_v1(p_queue text, p_runtime bigint, p_kinds text[], p_limit integer, p_bell integer DEFAULT 0) RETURNS TABLE(flags integer, claim_id bigint, slot smallint, nonce integer, priority smallint, ids bigint[], entry_ids bigint[], attempts smallint[], max_attempts smallint[], kinds text[], lens integer[], args text, created_at timestamp with time zone[], details text[])
+CREATE FUNCTION awa.claim_v1(p_queue text, p_runtime bigint, p_kinds text[], p_limit integer, p_bell boolean DEFAULT false) RETURNS TABLE(flags integer, claim_id bigint, slot smallint, nonce integer, priority smallint, ids bigint[], entry_ids bigint[], attempts smallint[], max_attempts smallint[], kinds text[], lens integer[], args text, created_at timestamp with time zone[], details text[])
     LANGUAGE plpgsql
     SET plan_cache_mode TO 'force_generic_plan'
     SET enable_seqscan TO 'off'
@@ -78,7 +78,7 @@ BEGIN
     IF pg_current_xact_id_if_assigned() IS NULL THEN     -- else the caller's own commit would be weakened
         PERFORM set_config('synchronous_commit', 'off', true);
     END IF;
-    IF p_bell = 1 THEN      -- arm, then look: whoever commits after this look saw the bell, or is found by a poll
+    IF p_bell THEN      -- arm, then look: whoever commits after this look saw the bell, or is found by a poll
         FOR v_try IN 1..3 LOOP
             IF pg_try_advisory_lock(hashtextextended('awa.bell:' || p_queue, 0)) THEN
                 v_flags := 1;
@@ -142,8 +142,7 @@ BEGIN
                 END LOOP;
                 IF pg_snapshot_xmax(coalesce(f.page_to, f.page_from)) > pg_snapshot_xmax(v_now) THEN
                     RAISE EXCEPTION 'the frontier of queue % lies beyond the transactions of this server', p_queue
-                          USING ERRCODE = 'AWA03',
-                                HINT = 'The rows come from another cluster. See: awa storage check.';
+                          USING ERRCODE = 'AWA03';
                 END IF;
                 IF f.page_to IS NOT NULL THEN
                     IF pg_snapshot_xmin(f.page_to) = pg_snapshot_xmax(f.page_to)

@@ -107,7 +107,13 @@ def insert(
 
 
 def claim(
-    conn: Conn, runtime: int, *, queue: str = "q", kinds: Sequence[str] | None = None, limit: int = 100, bell: int = 0
+    conn: Conn,
+    runtime: int,
+    *,
+    queue: str = "q",
+    kinds: Sequence[str] | None = None,
+    limit: int = 100,
+    bell: bool = False,
 ) -> Claimed:
     claimed = Claimed()
     with conn.cursor(row_factory=dict_row) as cursor:

@@ -74,7 +74,7 @@ def test_nothing_is_notified_while_nobody_sleeps(conn: Conn, sleeper: Conn) -> N
 def test_every_way_to_insert_rings_for_a_sleeper(conn: Conn, sleeper: Conn) -> None:
     """Guard: the bell in each statement; it names the queue and rings when the transaction commits."""
     runtime = register(conn)
-    assert claim(sleeper, runtime, bell=1).flags == ARMED
+    assert claim(sleeper, runtime, bell=True).flags == ARMED
     ways: list[Callable[[], object]] = [
         lambda: jobs.insert_job(conn, AWA, row(), notify=True),
         lambda: jobs.insert_jobs(conn, AWA, [row(), row(), row("other")], notify=True),
@@ -93,7 +93,7 @@ def test_every_way_to_insert_rings_for_a_sleeper(conn: Conn, sleeper: Conn) -> N
 
 
 def test_a_producer_that_wants_no_notifications_sends_none(conn: Conn, sleeper: Conn) -> None:
-    claim(sleeper, register(conn), bell=1)
+    claim(sleeper, register(conn), bell=True)
     jobs.insert_job(conn, AWA, row(), notify=False)
     jobs.insert_jobs(conn, AWA, [row(), row("other")], notify=False)
     jobs.insert_jobs(conn, AWA, [row(), row(delay=0.0)], notify=False)
@@ -107,7 +107,7 @@ def test_a_producer_with_an_old_snapshot_sees_the_bell(conn: Conn, sleeper: Conn
     runtime = register(conn)
     with transaction(conn, isolation):
         scalar(conn, "SELECT count(*) FROM awa.jobs")
-        claim(sleeper, runtime, bell=1)
+        claim(sleeper, runtime, bell=True)
         jobs.insert_job(conn, AWA, row(), notify=True)
         conn.execute("COMMIT")
     assert rung(sleeper, conn) == ["q"]
@@ -117,10 +117,10 @@ def test_a_claim_arms_before_it_looks(conn: Conn, sleeper: Conn) -> None:
     """Guard: the bell is taken before the frontier is read, and by one session only."""
     runtime = register(conn)
     insert(conn, 1)
-    claimed = claim(sleeper, runtime, bell=1)
+    claimed = claim(sleeper, runtime, bell=True)
     assert (claimed.numbers, claimed.flags) == ([1], ARMED)
-    assert claim(conn, runtime, bell=1).flags == 0
-    assert claim(sleeper, runtime, bell=0).flags == 0
+    assert claim(conn, runtime, bell=True).flags == 0
+    assert claim(sleeper, runtime, bell=False).flags == 0
 
 
 def test_a_busy_claim_still_arms(conn: Conn, other: Conn, sleeper: Conn) -> None:
@@ -128,7 +128,7 @@ def test_a_busy_claim_still_arms(conn: Conn, other: Conn, sleeper: Conn) -> None
     first, second = register(conn), register(conn)
     with transaction(other):
         claim(other, first)
-        assert claim(sleeper, second, bell=1).flags == ARMED | BUSY
+        assert claim(sleeper, second, bell=True).flags == ARMED | BUSY
         other.execute("ROLLBACK")
 
 
@@ -136,9 +136,9 @@ def test_the_bell_of_a_lost_session_is_free(conn: Conn, open_connection: Callabl
     """Guard: the lock is the session's, so a killed worker leaves no bell behind that nobody answers."""
     runtime = register(conn)
     dying = open_connection()
-    claim(dying, runtime, bell=1)
+    claim(dying, runtime, bell=True)
     dying.close()
-    wait_until(lambda: claim(conn, runtime, bell=1).flags == ARMED)
+    wait_until(lambda: claim(conn, runtime, bell=True).flags == ARMED)
 
 
 def test_what_settle_makes_available_rings(conn: Conn, sleeper: Conn) -> None:
@@ -147,7 +147,7 @@ def test_what_settle_makes_available_rings(conn: Conn, sleeper: Conn) -> None:
     waiting.take_leader_bell(sleeper, AWA)
     insert(conn, 1, 2, 3, 4, 5)
     members = claim(conn, runtime).members
-    claim(sleeper, runtime, bell=1)
+    claim(sleeper, runtime, bell=True)
     for outcome, expected in (
         (Outcome(members[0], "retried"), ["q"]),
         (Outcome(members[1], "released"), ["q"]),
@@ -164,7 +164,7 @@ def test_rescue_and_promotion_ring(conn: Conn, sleeper: Conn) -> None:
     runtime, living = register(conn), register(conn)
     insert(conn, 1)
     claim(conn, runtime)
-    claim(sleeper, living, bell=1)
+    claim(sleeper, living, bell=True)
     fall_silent(conn, runtime)
     fence(conn, runtime)
     assert rescue(conn, runtime) == (1, 1, 0)

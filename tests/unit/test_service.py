@@ -94,11 +94,9 @@ def test_a_failing_step_is_logged_counted_and_tried_again(error: Exception, capl
 
     caplog.set_level(logging.WARNING)
     service = Counting(fail_twice)
-    before = service.last_round
     service.start()
     for _ in range(3):
         assert service.changed.acquire(timeout=5)
-    wait_until(lambda: service.failures == 0 and service.last_round > before)
     assert service.closed == 2  # what it held may be broken
     assert service.stop(5.0)
     assert caplog.text.count("counting failed, again in") == 2

@@ -1,7 +1,8 @@
 """The maintenance thread: does the leader's chores while its runtime holds the lease.
 
 Each chore is isolated: one that fails is logged and tried again later, and delays no other. Between rounds the thread
-sleeps on its connection's socket, so that a job which is due soon can wake it.
+sleeps on its connection's socket, so that a job which is due soon can wake it. It listens only while it leads; on the
+same channel every insert rings for its queue.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-import psycopg
-from psycopg import Connection
+from psycopg import Connection, Notify
 
 from awa.storage.pool import connect
 from awa.storage.schema import Schema
@@ -23,17 +23,20 @@ from awa.worker.wake import Wake
 
 log = logging.getLogger("awa.maintenance")
 
-LONGEST_SLEEP = 1.0
-"""Seconds: a job that is inserted further ahead of its time than this needs to wake nobody."""
+RETRY_AFTER = 1.0
+"""Seconds between two tries of a chore that fails."""
 
 
 class Chore(Protocol):
     """One thing that the leader does again and again."""
 
     name: str
+    """Shown in logs."""
+    hears_bell: bool
+    """A job that is due soon calls for it."""
 
     def run(self, conn: Connection, held_seconds: float) -> float:
-        """Do one round, under 50 ms; return the seconds until the next.
+        """Do about 50 ms of work at most; return the seconds until there is more to do.
 
         Args:
             held_seconds: For how long this runtime has led without a gap.
@@ -59,7 +62,9 @@ class Maintenance(Service):
         self._chores = chores
         self._due: dict[str, float] = {}
         self._connection: Connection | None = None
+        self._is_leading = False
         self._has_bell = False
+        self._is_rung = False
         self._wake = Wake()
 
     def wake(self) -> None:
@@ -71,48 +76,61 @@ class Maintenance(Service):
         """Renew the lease; when leading, do the chores that are due."""
         if self._connection is None:
             self._connection = connect(self._conninfo, name="maintenance")
-            self._connection.execute(f"LISTEN {self._schema.channel}")
-            self._has_bell = False
-        if not self._leadership.renew(self._connection):
+            # A handler, since psycopg keeps for ever what arrives with an answer and nobody handles.
+            self._connection.add_notify_handler(self._hear)
+            self._has_bell = self._is_rung = False
+        connection = self._connection
+        if not self._leadership.renew(connection):
             self._due.clear()
-            self._drop_bell()
+            if self._is_leading:
+                # the simplest way to hear nothing more and to leave the bell to the next
+                self._is_leading = False
+                self.close()
             return self._leadership.seconds_to_renewal
+        self._is_leading = True
         if not self._has_bell:
-            # While this connection holds it, inserts of jobs that are due soon notify.
-            self._has_bell = take_leader_bell(self._connection, self._schema)
-        sleep = min(LONGEST_SLEEP, self._leadership.seconds_to_renewal)
+            self._has_bell = take_leader_bell(connection, self._schema)
+            self._is_rung = True  # for what was inserted before
+        is_rung, self._is_rung = self._is_rung, False
+        sleep = self._leadership.seconds_to_renewal
         for chore in self._chores:
-            now = time.monotonic()
-            if self._due.get(chore.name, 0.0) <= now:
+            if self.is_stopping:
+                break
+            if (is_rung and chore.hears_bell) or self._due.get(chore.name, 0.0) <= time.monotonic():
                 try:
-                    again = chore.run(self._connection, self._leadership.held_seconds or 0.0)
-                except psycopg.OperationalError:
-                    if self._connection.closed:
+                    again = chore.run(connection, self._leadership.held_seconds or 0.0)
+                except Exception:
+                    if connection.closed:
                         raise
                     log.exception("maintenance: %s failed", chore.name)
-                    again = 1.0
-                except Exception:
-                    log.exception("maintenance: %s failed", chore.name)
-                    again = 1.0
-                self._due[chore.name] = now + again
+                    again = RETRY_AFTER
+                self._due[chore.name] = time.monotonic() + again
             sleep = min(sleep, max(self._due[chore.name] - time.monotonic(), 0.0))
         return sleep
 
     def wait(self, seconds: float) -> None:
-        """Sleep until woken, notified that something is due soon, or the time has passed."""
+        """Sleep until woken, rung for, or the time has passed."""
         connection = self._connection
         if connection is None:
             super().wait(seconds)
             return
         until = time.monotonic() + seconds
-        while not self._event.is_set() and (left := until - time.monotonic()) > 0:
+        self._listen(connection)  # what came behind the last answer is in no socket any more
+        while not self._event.is_set() and not self._is_rung and (left := until - time.monotonic()) > 0:
             self._wake.sleep(left, connection.pgconn.socket)
             connection.pgconn.consume_input()
-            while (notification := connection.pgconn.notifies()) is not None:
-                if notification.extra == b"":
-                    self._due.clear()
-                    self._event.set()
+            self._listen(connection)
         self._event.clear()
+
+    def _listen(self, connection: Connection) -> None:
+        while (notification := connection.pgconn.notifies()) is not None:
+            if notification.extra == b"":
+                self._is_rung = True
+
+    def _hear(self, notification: Notify) -> None:
+        """Called by psycopg, in this thread, for what arrives while a statement runs."""
+        if notification.payload == "":
+            self._is_rung = True
 
     def stop(self, timeout: float) -> bool:
         """Give the lease up and end."""
@@ -131,8 +149,3 @@ class Maintenance(Service):
                 self._leadership.drop(connection)
         finally:
             connection.close()
-
-    def _drop_bell(self) -> None:
-        if self._has_bell and self._connection is not None:
-            self._connection.execute(self._schema.sql("SELECT pg_advisory_unlock(hashtextextended('awa.bell:', 0))"))
-            self._has_bell = False

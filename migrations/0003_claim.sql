@@ -78,8 +78,8 @@ END $$;
 -- asynchronously, since a claim that a crash forgets is merely claimed again.
 --
 -- p_kinds: the kinds this worker knows (NULL: all). An entry of another kind is set aside: it waits, outside the
--- lane, for a worker that knows it, which takes it directly in its priority's turn. p_bell: 1 tries to take the
--- queue's bell before looking.
+-- lane, for a worker that knows it, which takes it directly in its priority's turn. p_bell tries to take the queue's
+-- bell before looking.
 --
 -- One row per batch (an index in the arrays is a member's position), and a last row that has flags only:
 --   1 the bell was taken, 2 another claimer holds the queue or the runtime is being rescued,
@@ -88,7 +88,7 @@ END $$;
 -- args one behind the other, as long as lens says; a NULL length: fetch it with awa.fetch_args_v1 after the commit.
 -- At most 128 KiB of bodies are returned: they fit the socket's buffer, so the server never waits for a frozen
 -- client while it holds the lock.
-CREATE FUNCTION awa.claim_v1(p_queue text, p_runtime bigint, p_kinds text[], p_limit integer, p_bell integer DEFAULT 0)
+CREATE FUNCTION awa.claim_v1(p_queue text, p_runtime bigint, p_kinds text[], p_limit integer, p_bell boolean DEFAULT false)
 RETURNS TABLE (flags integer, claim_id bigint, slot smallint, nonce integer, priority smallint, ids bigint[],
                entry_ids bigint[], attempts smallint[], max_attempts smallint[], kinds text[], lens integer[],
                args text, created_at timestamptz[], details text[])
@@ -134,7 +134,7 @@ BEGIN
     IF pg_current_xact_id_if_assigned() IS NULL THEN     -- else the caller's own commit would be weakened
         PERFORM set_config('synchronous_commit', 'off', true);
     END IF;
-    IF p_bell = 1 THEN      -- arm, then look: whoever commits after this look saw the bell, or is found by a poll
+    IF p_bell THEN      -- arm, then look: whoever commits after this look saw the bell, or is found by a poll
         FOR v_try IN 1..3 LOOP
             IF pg_try_advisory_lock(hashtextextended('awa.bell:' || p_queue, 0)) THEN
                 v_flags := 1;
@@ -198,8 +198,7 @@ BEGIN
                 END LOOP;
                 IF pg_snapshot_xmax(coalesce(f.page_to, f.page_from)) > pg_snapshot_xmax(v_now) THEN
                     RAISE EXCEPTION 'the frontier of queue % lies beyond the transactions of this server', p_queue
-                          USING ERRCODE = 'AWA03',
-                                HINT = 'The rows come from another cluster. See: awa storage check.';
+                          USING ERRCODE = 'AWA03';
                 END IF;
                 IF f.page_to IS NOT NULL THEN
                     IF pg_snapshot_xmin(f.page_to) = pg_snapshot_xmax(f.page_to)

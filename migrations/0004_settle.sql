@@ -1,4 +1,4 @@
--- Settling: record what became of attempts, and append what comes next.
+-- Settling: record what became of attempts, in a flush or in a handler's own transaction, and append what is next.
 --
 -- Adds functions only. Works with awa 0.1 and later.
 --
@@ -7,29 +7,6 @@
 --
 -- Rows are looked up one by one, in LATERAL (... LIMIT 1) and EXISTS (... OFFSET 0): as plain joins they are planned as
 -- hash joins over all that a runtime ever claimed, when the tables are small at first, and sessions keep their plans.
-
--- The notification channel of this schema, the same length whatever its name.
-CREATE FUNCTION awa.channel() RETURNS text LANGUAGE sql IMMUTABLE AS $$
-    SELECT 'awa_' || left(encode(sha256(convert_to('awa.bell', 'UTF8')), 'hex'), 16)
-$$;
-
--- Wake whoever sleeps for these queues. A sleeper holds its queue's bell, an advisory lock: when the bell can be had,
--- nobody waits, and nothing is notified. NOTIFY takes a lock of the whole cluster at commit; the bell spares it. The
--- empty name is the leader's, who promotes what waits for a time: a job rings for it when it is due within 1.5 s.
-CREATE FUNCTION awa.ring(p_queues text[]) RETURNS void LANGUAGE plpgsql VOLATILE AS $$
-DECLARE
-    v_queue text;
-    v_bell bigint;
-BEGIN
-    FOREACH v_queue IN ARRAY p_queues LOOP
-        v_bell := hashtextextended('awa.bell:' || v_queue, 0);
-        IF pg_try_advisory_lock_shared(v_bell) THEN
-            PERFORM pg_advisory_unlock_shared(v_bell);
-        ELSE
-            PERFORM pg_notify(awa.channel(), v_queue);
-        END IF;
-    END LOOP;
-END $$;
 
 -- A history with one more ended attempt: the last 20 are kept, and the tracebacks of the last 3.
 CREATE FUNCTION awa.add_history(p_history json, p_attempt integer, p_outcome text, p_ended_at timestamptz,
@@ -229,4 +206,35 @@ BEGIN
                                                        AND c.claim_id = u.claim LIMIT 1)
                                OFFSET 0);
     END IF;
+END $$;
+
+-- Complete one attempt inside the caller's transaction, at any isolation level. The row's unique key fences it: a
+-- second end of the attempt raises unique_violation (23505), an attempt that is not this runtime's AWA04. The caller's
+-- transaction must be younger than the claim. Names the one partition it touches: a plan over all of them would lock
+-- them until the caller commits.
+CREATE FUNCTION awa.complete_v1(p_runtime bigint, p_claim bigint, p_slot smallint, p_nonce integer, p_idx smallint,
+                                p_elapsed integer) RETURNS bigint
+LANGUAGE plpgsql VOLATILE
+SET enable_seqscan = off SET jit = off
+AS $$
+DECLARE
+    v_entry bigint;
+BEGIN
+    IF p_slot NOT BETWEEN 0 AND 7 THEN
+        RAISE EXCEPTION 'slot % does not exist', p_slot USING ERRCODE = '22023';
+    END IF;
+    EXECUTE format(
+        'INSERT INTO awa.attempt_ends_%1$s (entry_id, claim_id, id, slot, outcome, elapsed_ms)
+         SELECT j.entry_id, c.claim_id, j.id, %1$s, ''completed'', $5
+           FROM awa.claims_%1$s c
+           JOIN awa.jobs_%1$s j ON j.queue = c.queue AND j.lane = c.lane AND j.xid = c.xids[$4]
+                               AND j.entry_id = c.entry_ids[$4]
+          WHERE c.runtime = $1 AND c.claim_id = $2 AND c.nonce = $3
+         RETURNING entry_id', p_slot)
+       INTO v_entry USING p_runtime, p_claim, p_nonce, p_idx, p_elapsed;
+    IF v_entry IS NULL THEN
+        RAISE EXCEPTION 'this attempt is not open: claim % of runtime % is unknown', p_claim, p_runtime
+              USING ERRCODE = 'AWA04';
+    END IF;
+    RETURN v_entry;
 END $$;
