@@ -5,6 +5,7 @@ CANDIDATES := $(PYTHON) $(if $(filter file,$(origin PYTHON)),python3.13 python3.
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml setup.py awa/_core.pyx
+SERVED := tests/storage tests/migrations tests/worker tests/faults tests/acceptance
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -22,7 +23,7 @@ test: $(VENV)/dev.stamp ## run the tests, on the system's PostgreSQL if there is
 	@if $(BIN)/python -c 'import os, sys; from awa.embedded import from_system; sys.exit(not from_system(os.environ))'
 	then
 		$(BIN)/python -m pytest --pg=system
-		$(BIN)/python -m pytest --pg=embedded -m 'not slow'
+		$(BIN)/python -m pytest --pg=embedded -m 'not slow' $(SERVED)
 	else
 		$(BIN)/python -m pytest --pg=embedded
 	fi

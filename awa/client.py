@@ -12,9 +12,10 @@ from psycopg import Connection
 
 from awa import options
 from awa.config import Settings, find_database, load_settings
+from awa.errors import ConfigError
 from awa.insert import Defaults, Inserted, Lent, NewJob, Producer, override
 from awa.job import JobId
-from awa.registry import Registry, Task, TaskOptions
+from awa.registry import Registry, Task, TaskOptions, check_hook
 from awa.retry import RetryPolicy
 from awa.storage import jobs
 from awa.storage.jobs import JobInfo
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 H = TypeVar("H", bound=Callable[[], object])
-
 
 _NO_OPTIONS = (None,) * 9
 
@@ -44,7 +44,7 @@ class Client:
         max_attempts: 1 to 1000.
         notify: Whether inserts wake an idle worker; None: AWA_NOTIFY, or on. Off for users of two-phase commit.
         max_args_bytes: Most bytes of a job's args, and of its metadata; None: AWA_MAX_ARGS_BYTES, or 256 KiB.
-        pool_size: Most connections that inserts and handlers share.
+        pool_size: Most connections that inserts and handlers share, 1 to 1000.
 
     Raises:
         ConfigError: A setting cannot work.
@@ -62,18 +62,22 @@ class Client:
         max_args_bytes: int | None = None,
         pool_size: int = 10,
     ) -> None:
+        if database is not None and not isinstance(database, str):
+            raise ConfigError(
+                f"database must be a libpq connection string or URL, or None to look for it, got {database!r}"
+            )
         self._database = database
         self._arguments = {"schema": schema, "notify": notify, "max_args_bytes": max_args_bytes}
         settings = self._settings()
         self._schema = Schema(settings.schema)
         self._notify = settings.notify
         self._defaults = Defaults(
-            queue=options.check_queue(queue),
-            priority=options.check_priority(priority),
-            max_attempts=options.check_max_attempts(max_attempts),
+            queue=options.declared(options.check_queue, queue),
+            priority=options.declared(options.check_priority, priority),
+            max_attempts=options.declared(options.check_max_attempts, max_attempts),
             max_args_bytes=settings.max_args_bytes,
         )
-        self._pool_size = pool_size
+        self._pool_size = options.declared(options.check_pool_size, pool_size)
         self._pool_lock = threading.Lock()
         self._pool: Pool | None = None  # guarded by _pool_lock; read without it
         self._on_start: list[Callable[[], object]] = []
@@ -86,6 +90,8 @@ class Client:
 
     def task(
         self,
+        bare: None = None,
+        /,
         *,
         kind: str | None = None,
         aliases: Iterable[str] = (),
@@ -106,7 +112,7 @@ class Client:
             kind: Name of its jobs; else derived from the type of the args, or the function's name.
             aliases: Older kinds that it handles too.
             queue, priority, max_attempts: For its jobs, unless an insert says otherwise.
-            timeout: Seconds that an attempt may take; 0 for no limit.
+            timeout: Seconds that an attempt may take, at most 24 days; 0 for no limit.
             retry: Attempt number -> seconds until the next; see ``awa.exponential``, ``awa.linear``, ``awa.fixed``.
             retry_on: When given, only these exceptions are retried.
             fail_on: These exceptions fail the job at once.
@@ -115,6 +121,8 @@ class Client:
             ConfigError: The function cannot be a handler, or an option cannot work.
             DuplicateKind: Another function handles the kind.
         """
+        if bare is not None:
+            raise ConfigError("task takes its options by name: write @client.task() with parentheses")
         said = TaskOptions.declare(
             queue=queue,
             priority=priority,
@@ -133,13 +141,21 @@ class Client:
         return declare
 
     def on_worker_start(self, hook: H) -> H:
-        """Have every worker call *hook* before its first claim; what it raises keeps the worker from starting."""
-        self._on_start.append(hook)
+        """Have every worker call *hook* before its first claim; what it raises keeps the worker from starting.
+
+        Raises:
+            ConfigError: It is no function.
+        """
+        self._on_start.append(check_hook(hook, "on_worker_start"))
         return hook
 
     def on_worker_stop(self, hook: H) -> H:
-        """Have every worker call *hook* after its last job; what it raises is logged."""
-        self._on_stop.append(hook)
+        """Have every worker call *hook* after its last job; what it raises is logged.
+
+        Raises:
+            ConfigError: It is no function.
+        """
+        self._on_stop.append(check_hook(hook, "on_worker_stop"))
         return hook
 
     # --- inserting --------------------------------------------------------------------------------------------------
@@ -193,13 +209,22 @@ class Client:
         Args:
             items: Args, or NewJob where options are needed.
             conn: As for :meth:`insert`.
+
+        Raises:
+            ValidationError: An item cannot be stored, and ``.path`` says which; or *items* are not several.
+            ConfigError: Nothing says which kind one is.
         """
         return [Inserted(job_id, True, self) for job_id in self._producer.insert_many(items, conn)]
 
     def insert_many_copy(self, items: Iterable[Any], *, conn: Lent | None = None) -> int:
         """Write many jobs by COPY, all or nothing; returns how many. The fastest way in, and it takes an iterator.
 
-        The jobs are available at once: ``run_at`` and ``delay`` are refused.
+        The jobs are available at once: ``run_at`` and ``delay`` are refused. An item that is refused leaves the
+        transaction of *conn* as it was before the call.
+
+        Raises:
+            ValidationError: As for :meth:`insert_many`.
+            ConfigError: As for :meth:`insert_many`.
         """
         return self._producer.insert_many_copy(items, conn)
 
@@ -210,7 +235,9 @@ class Client:
 
         Raises:
             JobNotFound: There is none, or its history is gone.
+            ValidationError: *job_id* can be no job's id.
         """
+        job_id = options.check_job_id(job_id)
         with self.connection() as conn:
             return jobs.get_job(conn, self._schema, JobId(job_id))
 

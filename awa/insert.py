@@ -43,7 +43,7 @@ class NewJob:
     max_attempts: int | None = field(default=None, kw_only=True)
     """1 to 1000."""
     timeout: float | timedelta | None = field(default=None, kw_only=True)
-    """Seconds that an attempt may take; 0 for no limit."""
+    """Seconds that an attempt may take, at most 24 days; 0 for no limit."""
     run_at: datetime | None = field(default=None, kw_only=True)
     """Not before this instant; in the past means now."""
     delay: float | timedelta | None = field(default=None, kw_only=True)
@@ -136,7 +136,7 @@ def prepare(item: object, registry: Registry, defaults: Defaults) -> JobRow:
         (said.max_attempts or defaults.max_attempts)
         if new.max_attempts is None
         else options.check_max_attempts(new.max_attempts),
-        None if timeout is None else round(timeout * 1000),
+        None if timeout is None else options.milliseconds(timeout),
         None if new.tags is None else options.check_tags(new.tags),
         None if new.metadata is None else _metadata(new.metadata, defaults.max_args_bytes),
         run_at,
@@ -189,6 +189,22 @@ def override(new: NewJob, given: Mapping[str, object]) -> NewJob:
     return replace(new, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 
 
+def _several(items: Any) -> Iterable[object]:
+    """*items* when they are several.
+
+    Raises:
+        ValidationError: They are one job, or nothing that holds jobs.
+    """
+    if isinstance(items, (str, bytes, bytearray, Mapping)) or not isinstance(items, Iterable):
+        raise ValidationError(
+            f"items must be a list or another iterable of jobs, got a {type(items).__name__}: "
+            "put a single one into a list, or use insert",
+            path="items",
+            value=items,
+        )
+    return items
+
+
 def lent(conn: Lent) -> Connection[Any]:
     """The psycopg connection behind what the caller lent.
 
@@ -229,7 +245,7 @@ class Producer:
 
     def insert_many(self, items: Iterable[object], conn: Lent | None) -> list[JobId]:
         """Write a batch by one statement, all or nothing; ids in the order of *items*."""
-        rows = [self._at(position, item) for position, item in enumerate(items)]
+        rows = [self._at(position, item) for position, item in enumerate(_several(items))]
         if not rows:
             return []
         with self._writing(conn) as writing:
@@ -243,7 +259,7 @@ class Producer:
             return jobs.copy_jobs(writing, self.schema, chain(first, rows), notify=self.notify)
 
     def _stream(self, items: Iterable[object]) -> Iterator[JobRow]:
-        for position, item in enumerate(items):
+        for position, item in enumerate(_several(items)):
             row = self._at(position, item)
             if row.run_at is not None or row.delay:
                 given = "delay" if row.run_at is None else "run_at"

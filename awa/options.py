@@ -14,10 +14,10 @@ from awa.job import LONGEST_WAIT, as_seconds
 
 __all__ = [
     "check_delay",
-    "check_int",
     "check_job_id",
     "check_kind",
     "check_max_attempts",
+    "check_pool_size",
     "check_priority",
     "check_queue",
     "check_run_at",
@@ -33,6 +33,7 @@ MAX_NAME = 200
 MAX_TAGS = 20
 FIRST_PRIORITY, LAST_PRIORITY = 1, 4
 MAX_ATTEMPTS = 1000
+MAX_POOL = 1000
 FIRST_YEAR, LAST_YEAR = 1970, 9999
 LONGEST_TIMEOUT = 2_147_483.0
 """Seconds, more than 24 days: as many as the database counts in milliseconds."""
@@ -50,12 +51,17 @@ def check_queue(value: object, path: str = "queue") -> str:
 
 def check_priority(value: object, path: str = "priority") -> int:
     """A priority: 1, which runs first, to 4."""
-    return check_int(value, path, FIRST_PRIORITY, LAST_PRIORITY, "1 runs first")
+    return _check_int(value, path, FIRST_PRIORITY, LAST_PRIORITY, "1 runs first")
 
 
 def check_max_attempts(value: object, path: str = "max_attempts") -> int:
     """How many attempts a job has: 1 to 1000."""
-    return check_int(value, path, 1, MAX_ATTEMPTS, "1 means no retry")
+    return _check_int(value, path, 1, MAX_ATTEMPTS, "1 means no retry")
+
+
+def check_pool_size(value: object, path: str = "pool_size") -> int:
+    """How many connections a client may hold: 1 to 1000."""
+    return _check_int(value, path, 1, MAX_POOL, "inserts and handlers share them")
 
 
 def check_tags(value: object, path: str = "tags") -> tuple[str, ...]:
@@ -107,19 +113,7 @@ def milliseconds(timeout: float) -> int:
 
 def check_job_id(value: object, path: str = "job_id") -> int:
     """The id of a job: 1 to 2^63 - 1, or no job can have it."""
-    return check_int(value, path, 1, 2**63 - 1, "as an insert gave it")
-
-
-def check_int(value: object, path: str, first: int, last: int, hint: str) -> int:
-    """An int from *first* to *last*; *hint* says what it means."""
-    # bool is an int to Python, but True is not a priority.
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise _refused(f"{path} must be an int from {first} to {last}, got {_shown(value)}", path, value, (first, last))
-    if not first <= value <= last:
-        raise _refused(
-            f"{path} must be from {first} to {last} ({hint}), got {_shown(value)}", path, value, (first, last)
-        )
-    return int(value)
+    return _check_int(value, path, 1, 2**63 - 1, "as an insert gave it")
 
 
 def declared(check: Callable[[object], T], value: object) -> T:
@@ -132,6 +126,17 @@ def declared(check: Callable[[object], T], value: object) -> T:
         return check(value)
     except ValidationError as error:
         raise ConfigError(str(error)) from None
+
+
+def _check_int(value: object, path: str, first: int, last: int, hint: str) -> int:
+    # bool is an int to Python, but True is not a priority.
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise _refused(f"{path} must be an int from {first} to {last}, got {_shown(value)}", path, value, (first, last))
+    if not first <= value <= last:
+        raise _refused(
+            f"{path} must be from {first} to {last} ({hint}), got {_shown(value)}", path, value, (first, last)
+        )
+    return int(value)
 
 
 def _check_name(value: object, path: str) -> str:

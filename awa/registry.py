@@ -19,6 +19,7 @@ from awa.retry import ExceptionTypes, RetryPolicy, check_exception_types, check_
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,6 +225,19 @@ class Registry:
     def kinds(self) -> tuple[str, ...]:
         """Every kind that has a task, aliases included, sorted."""
         return tuple(sorted(self._by_kind))
+
+
+def check_hook(hook: T, name: str) -> T:
+    """*hook* when it can be called without arguments.
+
+    Raises:
+        ConfigError: It is no function, or calling it would run nothing.
+    """
+    if not callable(hook) or isinstance(hook, type):
+        raise ConfigError(f"{name} takes a function without parameters, got {hook!r}")
+    if inspect.iscoroutinefunction(hook) or inspect.isgeneratorfunction(hook):
+        raise ConfigError(f"{name} takes a plain function: calling {_where(hook)} would run nothing")
+    return hook
 
 
 def _check_handler(func: Any) -> None:

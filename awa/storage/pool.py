@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 from psycopg import Connection
+from psycopg.pq import Conninfo
 
 from awa.errors import DatabaseNotFound
 
@@ -33,23 +34,54 @@ def connect(conninfo: str, *, name: str) -> Connection:
     """A connection of the library's own: autocommit, READ COMMITTED.
 
     Args:
-        name: What it is for, as ``pg_stat_activity`` shows it after ``awa``.
+        name: What it is for, as ``pg_stat_activity`` shows it after ``awa``, unless the user has a name of his own.
 
     Raises:
-        DatabaseNotFound: No server answers there; the cause is psycopg's error.
+        DatabaseNotFound: The server does not answer or does not let us in; the cause is psycopg's error.
     """
-    given = psycopg.conninfo.conninfo_to_dict(conninfo)
-    extra: dict[str, Any] = {key: value for key, value in _DEFAULTS.items() if key not in given}
-    extra.setdefault("application_name", f"awa {name}")
     try:
-        connection: Connection = psycopg.connect(conninfo, autocommit=True, **extra)
+        connection: Connection = psycopg.connect(conninfo, autocommit=True, **_unless_given(conninfo, name))
     except psycopg.OperationalError as error:
-        host = given.get("host") or given.get("hostaddr") or "the default socket"
-        raise DatabaseNotFound(
-            f"no database answers at {host} (port {given.get('port') or 'default'}): {str(error).strip()}"
-        ) from error
+        said = " ".join(str(error).split())
+        raise DatabaseNotFound(f"no connection to the database{_where(conninfo)}: {said}: {_advice(said)}") from error
     connection.execute(_SESSION)
     return connection
+
+
+def _unless_given(conninfo: str, name: str) -> dict[str, Any]:
+    """Our defaults, as far as neither *conninfo* nor libpq's environment says something else."""
+    given = psycopg.conninfo.conninfo_to_dict(conninfo).keys()
+    given |= {option.keyword.decode() for option in Conninfo.get_defaults() if option.val is not None}
+    ours = _DEFAULTS | {"fallback_application_name": f"awa {name}"}
+    return {key: value for key, value in ours.items() if key not in given}
+
+
+def _where(conninfo: str) -> str:
+    shown = psycopg.conninfo.conninfo_to_dict(conninfo)
+    parts = [f"{key} {shown[key]}" for key in ("dbname", "host", "hostaddr", "port", "user", "service") if key in shown]
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+def _advice(said: str) -> str:
+    """The next step after what libpq said; the server's own sentences come in its language, then it is the last."""
+    for words, advice in _ADVICE:
+        if words in said:
+            return advice
+    return "see that the server runs there and lets this user in"
+
+
+_ADVICE = (
+    ("starting up", "try again in a moment"),
+    ("shutting down", "start the server again"),
+    ("too many clients", "raise max_connections of the server, or lower threads and pool_size"),
+    ("remaining connection slots", "raise max_connections of the server, or lower threads and pool_size"),
+    ("no pg_hba.conf entry", "let the server's pg_hba.conf admit this user from here"),
+    ("password", "check the user and the password; it can also be in PGPASSWORD or ~/.pgpass"),
+    ('role "', "check the user, or create it with createuser"),
+    ('database "', "check the database's name, or create it with createdb"),
+    ("could not translate host name", "check the host's name"),
+    ("Name or service not known", "check the host's name"),
+)
 
 
 class Pool:
@@ -83,7 +115,7 @@ class Pool:
                     self._conninfo,
                     min_size=1,
                     max_size=self._size,
-                    kwargs={"autocommit": True, "application_name": "awa client"},
+                    kwargs={"autocommit": True} | _unless_given(self._conninfo, "client"),
                     configure=_configure,
                     open=True,
                     name=f"awa-{os.getpid()}",
@@ -96,7 +128,7 @@ class Pool:
         """Borrow a connection in autocommit mode; a transaction that was left open is rolled back on return.
 
         Raises:
-            DatabaseNotFound: No server answers, or all connections stayed in use for 30 s.
+            DatabaseNotFound: No server lets us in, or all connections stayed in use for 30 s.
         """
         from psycopg_pool import PoolTimeout
 
