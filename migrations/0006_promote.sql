@@ -2,7 +2,7 @@
 --
 -- Adds functions only. Works with awa 0.1 and later.
 
--- Make up to p_limit waiting jobs available whose time has come after p_floor, by due time. The floor, a second behind
+-- Make up to p_limit waiting jobs available whose time has come after p_floor, by due time. The floor, a little behind
 -- now, keeps the scan from wading through dead rows; a pass from '-infinity' finds what committed late.
 CREATE FUNCTION awa.promote_v1(p_floor timestamptz, p_limit integer) RETURNS integer
 LANGUAGE plpgsql VOLATILE

@@ -125,3 +125,45 @@ def test_a_close_that_fails_and_a_wait_that_fails_end_no_thread() -> None:
         assert service.changed.acquire(timeout=5)
     assert service.is_alive
     assert service.stop(5.0)
+
+
+def test_an_error_that_cannot_be_printed_ends_no_thread() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no words")
+
+    def act(n: int) -> float:
+        if n == 1:
+            raise Mute
+        return 60.0
+
+    service = Counting(act)
+    service.start()
+    for _ in range(2):
+        assert service.changed.acquire(timeout=5)
+    assert service.stop(5.0)
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
+@pytest.mark.parametrize("where", ["step", "close"])
+def test_what_is_no_exception_ends_the_thread_and_is_logged(
+    error: BaseException, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Fatal(Counting):
+        def step(self) -> float:
+            if where == "step":
+                raise error
+            raise ValueError("the step fails")
+
+        def close(self) -> None:
+            if where == "close":
+                raise error
+
+    caplog.set_level(logging.CRITICAL)
+    service = Fatal()
+    service.start()
+    wait_until(lambda: not service.is_alive)
+    [record] = caplog.records
+    assert (record.levelno, record.getMessage()) == (logging.CRITICAL, "counting has ended")
+    assert record.exc_info is not None and record.exc_info[1] is error
+    assert service.stop(0.0)

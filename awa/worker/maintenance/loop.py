@@ -78,7 +78,7 @@ class Maintenance(Service):
             self._connection = connect(self._conninfo, name="maintenance")
             # A handler, since psycopg keeps for ever what arrives with an answer and nobody handles.
             self._connection.add_notify_handler(self._hear)
-            self._has_bell = self._is_rung = False
+            self._is_leading = self._has_bell = self._is_rung = False
         connection = self._connection
         if not self._leadership.renew(connection):
             self._due.clear()

@@ -26,7 +26,7 @@ FULL_AT_LEAST_EVERY = 60.0
 """Seconds between full passes, whatever they cost."""
 
 SHORTEST_SLEEP = 0.005
-"""Seconds between two looks at a job that is due and that somebody else holds; then a quarter of the time since."""
+"""Seconds between passes. For a job that is due and that somebody else holds, they come ever further apart."""
 
 
 class Promote:
@@ -54,11 +54,13 @@ class Promote:
             return 0.0
         if is_full:
             self._full_at = now + min(max(FULL_EVERY, 20 * (monotonic() - now)), FULL_AT_LEAST_EVERY)
+        sleep = LONGEST_SLEEP
         ahead = waiting.seconds_to_next(conn, self._schema, behind=behind)
-        is_held = ahead is not None and ahead < 0  # overdue and not moved: somebody else has the row for a moment
+        is_held = ahead is not None and -ahead > monotonic() - now  # due before this pass, and not moved
+        if ahead is not None and is_held:
+            sleep = min(sleep, -ahead / 4)
+            ahead = waiting.seconds_to_next(conn, self._schema, behind=0.0)
         if is_full or not is_held:
-            # whoever holds a row past a full pass waits for the next: what a quick pass looks back has an end
+            # who holds a row past a full pass has it wait for the next: there is an end to how far quick ones look back
             self._caught_up_at = now
-        if ahead is None:
-            return LONGEST_SLEEP
-        return min(max(ahead, -ahead / 4, SHORTEST_SLEEP), LONGEST_SLEEP)
+        return max(sleep if ahead is None else min(sleep, ahead), SHORTEST_SLEEP)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from dataclasses import dataclass
+from time import monotonic
 
 from psycopg import Connection
 
@@ -60,14 +60,14 @@ class Rescue:
 
     def run(self, conn: Connection, held_seconds: float) -> float:
         """Look at every silent runtime once, in as many runs as it takes."""
-        until = time.monotonic() + BUDGET
+        until = monotonic() + BUDGET
         if not self._round:
             found = runtimes.list_silent(conn, self._schema, stale_after=self._stale_after)
             self._stuck &= {silent.runtime for silent in found}
             self._round.extend(
                 Sweep(silent, silent.is_gone, 1 if silent.runtime in self._stuck else BATCH) for silent in found
             )
-        while self._round and time.monotonic() < until:
+        while self._round and monotonic() < until:
             sweep = self._round.popleft()  # for good, if it raises: the others get their turn
             if (sweep.is_fenced or self._fence(conn, sweep, held_seconds)) and self._take_back(conn, sweep):
                 self._round.appendleft(sweep)
