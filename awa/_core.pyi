@@ -1,4 +1,4 @@
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from datetime import datetime
 from typing import Any, Final, Self, final
 
@@ -93,7 +93,7 @@ def decode_batch(
     row: list[bytes | None], runtime: int, queue: str, handlers: dict[bytes, Handler]
 ) -> list[Attempt]: ...
 def int2_array(values: list[int]) -> bytes: ...
-def text_array(values: list[str] | list[bytes] | list[str | bytes | None]) -> bytes: ...
+def text_array(values: list[str] | list[str | None] | list[bytes] | list[bytes | None]) -> bytes: ...
 
 @final
 class Flush:

@@ -47,6 +47,8 @@ from awa.errors import ConfigError, ValidationError
 
 __all__ = ["Codec", "FunctionCodec", "codec_for"]
 
+_MISSING = object()
+
 _JSON_TYPES: frozenset[type] = frozenset({str, int, float, bool, type(None), list, dict})
 
 
@@ -842,12 +844,23 @@ class FunctionCodec:
 
     def dump(self, value: dict[str, Any], max_bytes: int) -> bytes:
         """JSON text of bound arguments; see :meth:`Codec.dump`."""
+        if self._is_plain(value):
+            return dump_json(value, "args", max_bytes)
         return _dump(self._encode, value, max_bytes)
 
     def load(self, data: bytes | str) -> dict[str, Any]:
         """Keyword arguments for the function; a missing one that has a default is left out. See :meth:`Codec.load`."""
         kwargs: dict[str, Any] = _load(self._decode, data)
         return kwargs
+
+    def _is_plain(self, value: dict[str, Any]) -> bool:
+        """Every parameter is there, with a value that is the same in JSON."""
+        if len(value) != len(self._plain):
+            return False
+        for name, plain in self._plain:  # noqa: SIM110  # all() takes three times as long
+            if type(value.get(name, _MISSING)) not in plain:
+                return False
+        return True
 
     def _encode(self, value: Any) -> dict[str, Any]:
         if not value.keys() <= self._names:
@@ -866,12 +879,8 @@ class FunctionCodec:
     def _decode(self, value: Any) -> dict[str, Any]:
         if type(value) is not dict:
             raise _wanted(f"an object with the parameters of {self._owner}", value)
-        if value.keys() == self._names:
-            for name, plain in self._plain:
-                if type(value[name]) not in plain:
-                    break
-            else:
-                return value
+        if self._is_plain(value):
+            return value
         return _decode_fields(self._fields, self._names, value, self._owner)
 
 

@@ -86,6 +86,12 @@ class Client:
         """The tasks that were declared."""
         self._producer = Producer(self.registry, self._defaults, self._schema, self._notify, self.connection)
 
+    @property
+    def said(self) -> frozenset[str]:
+        """The settings, and ``database``, that code gave to this client; neither flags nor environment change them."""
+        said = {name for name, value in self._arguments.items() if value is not None}
+        return frozenset(said if self._database is None else said | {"database"})
+
     # --- declaring --------------------------------------------------------------------------------------------------
 
     def task(

@@ -288,12 +288,14 @@ def find_database(argument: str | None = None, environ: Mapping[str, str] | None
 def _check_conninfo(conninfo: str, source: str) -> str:
     conninfo = re.sub(r"\Apostgres(?:ql)?\+\w+://", "postgresql://", conninfo)
     fields = _conninfo_fields(conninfo)
-    # A URL is cut at its first @ or /, so that a password with one of them would end up in the host or the port, which
-    # errors show. A host that begins with @ is an abstract socket.
-    if fields is not None and ("@" in str(fields.get("host", ""))[1:] or _is_no_port(fields.get("port"))):
+    # A URL is cut at its first @ or /, so that the rest of a password with one of them would pass for a host, a port or
+    # a database, which errors show.
+    url = re.match("postgres(?:ql)?://([^/?]*)([^?]*)", conninfo)
+    ports = str((fields or {}).get("port", "")).split(",")
+    if (url and (url[1].count("@") > 1 or "@" in url[2])) or not all(not port or port.isdecimal() for port in ports):
         raise ConfigError(
-            f"the database from {source} has an @ in its host, or a port that is no number:"
-            " write %40 for an @ and %2F for a / in a user or a password"
+            f"the database from {source} has an @ where none can be, or a port that is no number:"
+            " write %40 for an @ and %2F for a / in a user, a password or a name"
         )
     if fields is None:
         scheme = re.match(r"\w+(?=[+\w]*:)", conninfo)
@@ -304,10 +306,6 @@ def _check_conninfo(conninfo: str, source: str) -> str:
             f" give one like postgresql://user@host/name{advice}"
         )
     return conninfo
-
-
-def _is_no_port(port: object) -> bool:
-    return not all(not one or one.isdecimal() for one in str(port or "").split(","))
 
 
 def _conninfo_fields(conninfo: str) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from awa.errors import ConfigError, ValidationError
 from awa.job import LONGEST_WAIT, as_seconds
@@ -116,7 +116,7 @@ def check_job_id(value: object, path: str = "job_id") -> int:
     return _check_int(value, path, 1, 2**63 - 1, "as an insert gave it")
 
 
-def declared(check: Callable[[object], T], value: object) -> T:
+def declared(check: Callable[[Any], T], value: object) -> T:
     """*value* after *check*, whose complaint is about a declaration here, not about a job.
 
     Raises:

@@ -154,25 +154,27 @@ def insert_job(conn: Connection[Any], schema: Schema, row: JobRow, *, notify: bo
     """
     if not row.is_plain:
         return insert_jobs(conn, schema, [row], notify=notify)[0]
-    queue, kind, args, priority, max_attempts, *_ = row
-    # Kept with the connection for the next insert: a new one, which knows no types yet, costs a tenth of an insert.
+    # Kept with the connection for the next insert: a new cursor, which knows no types yet, costs a tenth of an insert.
     # Taken out meanwhile, so that two threads on one connection do not read each other's results.
-    cursor: Cursor[tuple[Any, ...]] = conn.__dict__.pop(_KEPT, None) or _cursor(conn)
+    kept: _Kept | None = conn.__dict__.pop(_KEPT, None)
+    if kept is None or kept[0] is not schema or kept[1] is not notify:
+        kept = schema, notify, _statement(schema, INSERT_ONE, notify), _cursor(conn)
+    _, _, statement, cursor = kept
+    queue, kind, args, priority, max_attempts, *_ = row
     try:
         # as text: the server knows the columns' types, and psycopg has one type to look up
-        cursor.execute(
-            _statement(schema, INSERT_ONE, notify),
-            (queue, str(2 * priority + 1), str(priority), kind, args.decode(), str(max_attempts)),
-        )
+        cursor.execute(statement, (queue, str(2 * priority + 1), str(priority), kind, args.decode(), str(max_attempts)))
     except _MISSING as error:
         raise _not_migrated(schema) from error
     found = cursor.fetchone()
     assert found is not None
-    conn.__dict__[_KEPT] = cursor
+    conn.__dict__[_KEPT] = kept
     return JobId(int(found[0]))
 
 
-_KEPT = "_awa_cursor"
+_KEPT = "_awa_insert"
+
+_Kept = tuple[Schema, bool, str, Cursor[tuple[Any, ...]]]
 
 
 class _Array(bytes):

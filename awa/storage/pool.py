@@ -50,7 +50,7 @@ def connect(conninfo: str, *, name: str) -> Connection:
 
 def _unless_given(conninfo: str, name: str) -> dict[str, Any]:
     """Our defaults, as far as neither *conninfo* nor libpq's environment says something else."""
-    given = psycopg.conninfo.conninfo_to_dict(conninfo).keys()
+    given = set(psycopg.conninfo.conninfo_to_dict(conninfo))
     given |= {option.keyword.decode() for option in Conninfo.get_defaults() if option.val is not None}
     ours = _DEFAULTS | {"fallback_application_name": f"awa {name}"}
     return {key: value for key, value in ours.items() if key not in given}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
 from types import ModuleType
@@ -11,9 +12,14 @@ import click
 
 from awa.cli import reporting
 from awa.client import Client
-from awa.config import load_settings
+from awa.config import find_database, load_settings
 from awa.errors import ConfigError
 from awa.worker import logs
+
+log = logging.getLogger("awa.worker")
+
+_CLIENTS_OWN = {"schema", "notify", "max_args_bytes"}
+"""Settings that a client has before it makes a worker."""
 
 
 def find_client(target: str) -> Client:
@@ -68,6 +74,8 @@ def _what(value: object) -> str:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("target", metavar="MODULE[:NAME]")
+@click.option("--database", metavar="URL", help="PostgreSQL connection string or URL.")
+@click.option("--schema", metavar="NAME", help="The schema of awa's tables.")
 @click.option("--queue", "queues", metavar="NAME[:MAX]", multiple=True, help="A queue to serve; repeatable.")
 @click.option("--threads", metavar="N", help="Handlers that run at once.")
 @click.option("--poll-interval", metavar="SECONDS", help="Longest wait when no wake-up comes.")
@@ -75,20 +83,32 @@ def _what(value: object) -> str:
 @click.option("--stale-after", metavar="SECONDS", help="Silence after which a worker is taken for dead.")
 @click.option("--timeout", metavar="SECONDS", help="Most that an attempt may take; 0 for no limit.")
 @click.option("--shutdown-timeout", metavar="SECONDS", help="Grace time of running handlers.")
+@click.option("--notify/--no-notify", default=None, help="Wake workers by NOTIFY, or leave it to polling.")
+@click.option("--max-args-bytes", metavar="N", help="Most bytes of a job's args, and of its metadata.")
 @click.option("--log-format", metavar="text|json", help="How logs are written.")
 @click.option("--log-level", metavar="LEVEL", help="debug, info, warning or error.")
 @reporting
-def main(target: str, queues: tuple[str, ...], **flags: str | None) -> None:
+def main(target: str, database: str | None, queues: tuple[str, ...], **flags: str | bool | None) -> None:
     """Import MODULE and run the jobs of its awa.Client until SIGTERM or SIGINT.
 
-    Every option is also an environment variable, AWA_THREADS for --threads.
+    Every option is also an environment variable, AWA_THREADS for --threads and AWA_DATABASE_URL for --database. What
+    the module gives to awa.Client(...) itself goes before both.
     """
     given: dict[str, object] = {name: value for name, value in flags.items() if value is not None}
     if queues:
         given["queues"] = queues
     settings = load_settings(flags=given)
     logs.configure(log_format=settings.log_format, level=settings.log_level)
-    find_client(target).worker(flags=given).run()
+    # A client reads its settings when it is made, while its module is imported: so they travel as its environment.
+    if database is not None and database.strip():
+        find_database(database)  # what cannot be read is refused before anything is imported
+        os.environ["AWA_DATABASE_URL"] = database
+    os.environ.update({f"AWA_{name.upper()}": str(given[name]) for name in _CLIENTS_OWN & given.keys()})
+    client = find_client(target)
+    typed = given.keys() | ({"database"} if database else set())
+    for name in sorted(client.said & typed):
+        log.warning("--%s is not used: %s says it to awa.Client itself", name.replace("_", "-"), target)
+    client.worker(flags=given).run()
 
 
 if __name__ == "__main__":

@@ -316,6 +316,47 @@ def test_configuration_that_cannot_work_exits_78(app: WorkerProcesses) -> None:
     assert "three heartbeats" in exits(app, 78, "app", "--heartbeat", "10", "--stale-after", "20")
     assert "log_level" in exits(app, 78, "app", "--log-level", "loud")
     assert "DATABASE" in exits(app, 78, "app", AWA_DATABASE_URL="mysql://u:secret@h/x")
+    assert "PostgreSQL" in exits(app, 78, "nonsense", "--database", "mysql://u:secret@h/x")
+    assert "--schema" in exits(app, 78, "nonsense", "--schema", "pg_x")
+    assert "--max-args-bytes" in exits(app, 78, "nonsense", "--max-args-bytes", "none")
+
+
+def test_the_clients_settings_have_flags_too(
+    app: WorkerProcesses, database: str, client: awa.Client, conn: Conn, empty_database: str
+) -> None:
+    flags = ("--database", database, "--schema", "awa", "--no-notify", "--max-args-bytes", "100")
+    app.module(
+        """
+        import awa
+        client = awa.Client()
+
+        @client.task()
+        def work() -> None:
+            try:
+                client.insert({"long": "x" * 100}, kind="other")
+            except awa.ValidationError as error:
+                client.insert({"limit": error.limit}, kind="other")
+        """,
+        "plain",
+    )
+    process = started(app.start("plain", *flags, AWA_DATABASE_URL=empty_database, AWA_SCHEMA="elsewhere"))
+    client.insert({}, kind="work")
+    wait_until(lambda: count(conn, "SELECT count(*) FROM awa.jobs WHERE kind = 'other'") == 1, timeout=10)
+    assert conn.execute("SELECT args::text FROM awa.jobs WHERE kind = 'other'").fetchone() == ('{"limit":100}',)
+    assert "is not used" not in process.stderr
+    process.signal(signal.SIGTERM)
+    assert process.wait() == 0
+
+
+def test_what_the_module_says_goes_before_a_flag_and_the_worker_tells(
+    app: WorkerProcesses, database: str, empty_database: str
+) -> None:
+    app.module(f"import awa\nclient = awa.Client({database!r}, schema='awa')\n@client.task()\ndef work(): ...", "sure")
+    process = started(app.start("sure", "--database", empty_database, "--schema", "elsewhere"))
+    assert "--database is not used" in process.stderr
+    assert "--schema is not used" in process.stderr
+    process.signal(signal.SIGTERM)
+    assert process.wait() == 0
 
 
 def test_usage_exits_2_and_help_0(app: WorkerProcesses) -> None:

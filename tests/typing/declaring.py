@@ -58,6 +58,10 @@ resize.bind(width=100)  # type: ignore[call-arg]
 resize.bind("a.png", "wide")  # type: ignore[arg-type]
 
 
+@client.task  # type: ignore[arg-type]
+def without_parentheses() -> None: ...
+
+
 @client.task(priority="high")  # type: ignore[arg-type]
 def urgent() -> None: ...
 

@@ -15,7 +15,6 @@ from awa.config import (
     embedded_allowed,
     find_database,
     load_settings,
-    parse_queue,
     redact,
 )
 from awa.errors import ConfigError
@@ -93,7 +92,7 @@ def test_arguments_may_be_values_of_their_own_type() -> None:
         ("poll_interval", 0, "seconds as a number from 0.01"),
         ("poll_interval", "nan", "seconds"),
         ("poll_interval", "soon", "seconds"),
-        ("timeout", -1, "seconds as a number from 0 to 2592000"),
+        ("timeout", -1, "seconds as a number from 0 to 2147483"),
         ("timeout", float("inf"), "seconds"),
         ("timeout", 10**400, "seconds"),
         ("shutdown_timeout", False, "seconds"),
@@ -110,6 +109,10 @@ def test_arguments_may_be_values_of_their_own_type() -> None:
         ("queues", [":4"], "queue names of 1 to 200 characters"),
         ("queues", ["x" * 201], "queue names of 1 to 200 characters"),
         ("queues", ["a\0"], "without NUL"),
+        ("queues", ["a\ud800"], "lone surrogates"),
+        ("queues", [QueueSpec("")], "queue names of 1 to 200 characters"),
+        ("queues", [QueueSpec(5)], "queue names of 1 to 200 characters"),  # type: ignore[arg-type]
+        ("queues", [QueueSpec("a", "2")], "at least one worker"),  # type: ignore[arg-type]
     ],
 )
 def test_a_refusal_names_setting_value_source_and_what_is_accepted(name: str, value: object, accepted: str) -> None:
@@ -153,12 +156,8 @@ def test_stale_after_needs_three_heartbeats() -> None:
     ],
 )
 def test_the_last_colon_before_digits_separates_the_limit(text: str, spec: QueueSpec) -> None:
-    assert parse_queue(text) == spec
-    assert parse_queue(str(spec)) == spec
-
-
-def test_a_refused_queue_is_named() -> None:
-    assert refused(parse_queue, "email:0") == "queue is 'email:0': give at least one worker for a queue, as in NAME:1"
+    assert load_settings({"queues": [text]}, environ={}).queues == (spec,)
+    assert load_settings({"queues": [str(spec)]}, environ={}).queues == (spec,)
 
 
 @pytest.mark.parametrize("name", ["awa", "a", "Jobs 2", "my-app_queue", "pg", "půl", "x" * 63, "1st"])
@@ -210,6 +209,36 @@ def test_what_is_no_address_is_refused_and_not_repeated(conninfo: str) -> None:
     assert "AWA_DATABASE_URL" in message
     assert "SECRET" not in message
     assert ("(it begins with mysql:)" in message) == conninfo.startswith("mysql:")
+
+
+@pytest.mark.parametrize(
+    "conninfo",
+    [
+        "postgresql://me:a@SECRET@h/app",
+        "postgresql://me:SECRET/word@h/app",
+        "postgresql://me:4/SECRET@h/app",
+        "postgresql://me:SECRET",
+    ],
+)
+def test_a_password_that_cuts_the_url_in_the_wrong_place_is_refused_and_not_repeated(conninfo: str) -> None:
+    message = refused(find_database, conninfo, {})
+    assert "%40" in message
+    assert "SECRET" not in message
+
+
+@pytest.mark.parametrize(
+    "conninfo",
+    [
+        "host=@abstract dbname=app",
+        "password=a://b@c@d host=h",
+        "postgresql://h/app?password=a@b&user=u",
+        "postgresql://me:a%40b@h1:5432,h2:5433/app",
+        "host=h1,h2 port=,5433",
+        "user=a@b",
+    ],
+)
+def test_other_addresses_with_an_at_are_fine(conninfo: str) -> None:
+    assert find_database(conninfo, {}) == Found(conninfo, "argument")
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,12 @@ from awa.errors import ValidationError
             (options.check_delay, value, "delay", options.LONGEST_WAIT)
             for value in (-1, -0.001, math.nan, math.inf, -math.inf, True, "5", None, 10**400, -(10**400), Decimal(1))
         ),
-        (options.check_timeout, timedelta(seconds=-1), "timeout", options.LONGEST_WAIT),
-        (options.check_timeout, timedelta(days=3651), "timeout", options.LONGEST_WAIT),
+        *(
+            (options.check_timeout, value, "timeout", 2_147_483)
+            for value in (timedelta(seconds=-1), timedelta(days=25), 2_147_483.001, 2**31, math.nan)
+        ),
+        *((options.check_job_id, value, "job_id", (1, 2**63 - 1)) for value in (0, -5, 2**63, "1", 1.0, True, None)),
+        *((options.check_pool_size, value, "pool_size", (1, 1000)) for value in (0, 1001, "x", 2.0)),
     ],
     ids=lambda value: "" if isinstance(value, int) else None,  # one of them has more digits than Python prints
 )
@@ -69,7 +73,15 @@ def test_good_options_come_back_as_they_are_stored() -> None:
     assert options.check_tags(str(number) for number in range(20)) == tuple(str(number) for number in range(20))
     assert options.check_delay(timedelta(minutes=1)) == 60.0
     assert options.check_timeout(0) == 0.0
+    assert options.check_timeout(timedelta(days=24)) == 2_073_600.0
+    assert (options.check_job_id(1), options.check_job_id(2**63 - 1)) == (1, 2**63 - 1)
     moment = options.check_run_at(datetime(2026, 7, 1, 12, tzinfo=timezone(timedelta(hours=2))))
     assert (moment, moment.tzinfo) == (datetime(2026, 7, 1, 10, tzinfo=UTC), UTC)
     assert options.check_run_at(datetime(1970, 1, 1, tzinfo=UTC)).year == 1970
     assert options.check_run_at(datetime.max.replace(tzinfo=UTC)).year == 9999
+
+
+def test_a_timeout_is_stored_in_milliseconds_and_never_rounded_to_no_limit() -> None:
+    seconds = [0.0, 5e-324, 0.0004, 0.0006, 0.001, 1.5, 2_147_483.0]
+    assert [options.milliseconds(timeout) for timeout in seconds] == [0, 1, 1, 1, 1, 1500, 2_147_483_000]
+    assert options.milliseconds(2_147_483.0) < 2**31

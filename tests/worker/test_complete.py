@@ -132,6 +132,44 @@ def test_rolled_back_the_handlers_outcome_counts(
     assert (info.attempt, rows(ledger)) == (attempt, [])
 
 
+OUTCOMES = {"Cancel: no need": awa.Cancel("no need"), "Snooze(60)": awa.Snooze(60), "RetryAfter(60)": RetryAfter(60)}
+ERRORS = {"ValueError: late": ValueError("late"), "awa.errors.TerminalError: late": awa.TerminalError("late")}
+
+
+@pytest.mark.parametrize(
+    ("way", "told", "ending"),
+    [*(("return", *item) for item in OUTCOMES.items()), *(("raise", *item) for item in (OUTCOMES | ERRORS).items())],
+)
+def test_what_follows_a_commit_is_told_as_what_it_is(
+    database: str,
+    client: awa.Client,
+    start_worker: StartWorker,
+    caplog: pytest.LogCaptureFixture,
+    way: str,
+    told: str,
+    ending: Exception,
+) -> None:
+    @client.task()
+    def work() -> object:
+        with own_connection(database) as conn:
+            awa.current_job().complete(conn)
+        if way == "raise":
+            raise ending
+        return ending
+
+    caplog.set_level("INFO", "awa.job")
+    worker = start_worker(client)
+    job = client.insert(work.bind())
+    assert ended(client, job).state == "completed"
+    worker.stop()
+    assert client.get(job.id).state == "completed"
+    said = [record.getMessage() for record in caplog.records if record.name == "awa.job"]
+    assert len(said) == 1, said
+    assert said[0].endswith(
+        f": ended with {told} after complete(); this counts only if its transaction was rolled back"
+    )
+
+
 def test_rolled_back_to_a_savepoint_the_handlers_outcome_counts(
     database: str, client: awa.Client, start_worker: StartWorker, ledger: Conn
 ) -> None:

@@ -92,6 +92,32 @@ def test_every_option_is_stored_on_every_path(numbered: awa.Client, conn: Conn) 
     assert (info.args, info.metadata, info.tags) == ({"n": 5}, {"k\t\\\n": ["\\N", None]}, tags[:3])
 
 
+@pytest.mark.parametrize(
+    ("timeout", "stored_ms"),
+    [(0, 0), (0.0004, 1), (1e-9, 1), (timedelta(microseconds=1), 1), (2_147_483, 2_147_483_000)],
+)
+def test_a_timeout_above_0_is_never_stored_as_no_limit(
+    numbered: awa.Client, conn: Conn, timeout: float | timedelta, stored_ms: int
+) -> None:
+    item = NewJob(Numbered(5), timeout=timeout)
+    numbered.insert(item)
+    numbered.insert_many([item])
+    numbered.insert_many_copy([item])
+    assert [row[7] for row in stored(conn)] == [stored_ms] * 3
+
+
+def test_an_item_that_copy_refuses_leaves_the_callers_transaction_as_it_was(
+    numbered: awa.Client, database: str, conn: Conn
+) -> None:
+    items = [*(Numbered(n) for n in range(2000)), NewJob(Numbered(0), priority=9)]
+    with psycopg.connect(database) as lent:
+        numbered.insert(Numbered(-1), conn=lent)
+        with pytest.raises(awa.ValidationError, match="priority"):
+            numbered.insert_many_copy(iter(items), conn=lent)
+        numbered.insert(Numbered(-2), conn=lent)
+    assert [row[8] for row in stored(conn)] == ['{"n":-1}', '{"n":-2}']
+
+
 def test_inserted_says_its_id_and_finds_the_job(numbered: awa.Client) -> None:
     inserted = numbered.insert(Numbered(1))
     assert (inserted.is_new, type(inserted.id)) == (True, int)

@@ -52,6 +52,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"metadata": [1]}, "metadata"),
     ({"timeout": -1}, "timeout"),
     ({"timeout": math.nan}, "timeout"),
+    ({"timeout": timedelta(days=25)}, "timeout"),
     ({"delay": -0.001}, "delay"),
     ({"delay": math.inf}, "delay"),
     ({"delay": timedelta(days=4000)}, "delay"),
@@ -156,6 +157,7 @@ def test_what_is_just_within_the_limits_is_stored(database: str) -> None:
         max_attempts=1000,
         tags=["ä" * 200] * 20,
         metadata={"m": "x" * 980},
+        timeout=2_147_483,
         run_at=datetime(9999, 12, 31, tzinfo=UTC),
     )
     info = job.get()
