@@ -798,7 +798,7 @@ cdef class Outcomes:
             error: JSON text with type, text and traceback.
         """
         attempt.is_over = True
-        if outcome == "released":  # it never ran
+        if attempt.started == 0.0:  # it never ran
             attempt.batch.unfinished -= 1
         (self.doubtful if attempt.was_completed else self.others).append((attempt, outcome, delay, elapsed_ms, error))
         self._noted(_now())
@@ -913,6 +913,7 @@ cdef class Crew:
     cdef readonly list running
     cdef readonly Outcomes outcomes
     cdef readonly bint is_leading
+    cdef readonly int unstarted
     cdef public bint is_asleep
     cdef public object poke
     cdef double flush_after
@@ -936,11 +937,6 @@ cdef class Crew:
         self.mean_seconds = -1.0
         self.flush_after = flush_after
 
-    @property
-    def waiting(self):
-        """How many attempts wait in the inbox; the token counts too."""
-        return self.inbox.qsize()
-
     def busy(self):
         """How many threads run a handler."""
         cdef int found = 0
@@ -960,6 +956,7 @@ cdef class Crew:
         put = self.inbox.put
         self.is_leading = False
         self.token += 1
+        self.unstarted += len(attempts)
         for attempt in attempts:
             if position == token_after:
                 put(self.token)
@@ -990,6 +987,7 @@ cdef class Crew:
             except queue.Empty:
                 return found
             if type(item) is Attempt:
+                self.unstarted -= 1
                 found.append(item)
 
     def dismiss(self):
@@ -1005,6 +1003,7 @@ cdef class Crew:
         while True:
             item = get()
             if type(item) is Attempt:
+                self.unstarted -= 1
                 self.run(<Attempt> item, index)
                 if self.is_asleep:
                     self.is_asleep = False

@@ -18,7 +18,7 @@ from psycopg.pq import TransactionStatus
 from psycopg.rows import class_row, tuple_row
 
 from awa._core import int2_array, text_array
-from awa.errors import JobNotFound, RuntimeGone, SchemaNotMigrated, StaleAttempt
+from awa.errors import JobNotFound, SchemaNotMigrated, StaleAttempt
 from awa.job import JobId, JobState
 from awa.storage.schema import Schema
 
@@ -381,49 +381,3 @@ def get_job(conn: Connection[Any], schema: Schema, job_id: int) -> JobInfo:
     if found is None:
         raise JobNotFound(f"no job has the id {job_id}, or its history is gone", job_id=job_id)
     return found
-
-
-UNKNOWN_CLAIMS = """
-    SELECT c.claim_id, c.slot, c.nonce, cardinality(c.entry_ids)
-      FROM awa.claims c
-     WHERE c.runtime = %(runtime)s AND c.claim_id > %(newest)s AND cardinality(c.entry_ids) > 0
-     ORDER BY c.claim_id
-"""
-
-TRY_RUNTIME_LOCK = "SELECT pg_try_advisory_xact_lock(hashtextextended('awa.runtime:' || %(runtime)s::text, 0))"
-
-IS_GONE = "SELECT FROM awa.gone_runtimes WHERE runtime = %(runtime)s"
-
-RELEASE = """
-    SELECT awa.end_attempts(%(runtime)s, NULL, %(claims)s::bigint[], %(slots)s::smallint[], %(nonces)s::integer[],
-                            %(idx)s::smallint[], array_fill('released'::text, ARRAY[%(n)s::integer]),
-                            array_fill(0::double precision, ARRAY[%(n)s::integer]),
-                            array_fill(NULL::integer, ARRAY[%(n)s::integer]),
-                            array_fill(NULL::text, ARRAY[%(n)s::integer]))
-"""
-
-
-def release_unknown_claims(conn: Connection[Any], schema: Schema, runtime: int, *, newest: int) -> int | None:
-    """Give back what this runtime claimed above claim *newest* without ever receiving the reply.
-
-    Takes the runtime's lock exclusively first: it is had only when the transaction whose reply was lost has ended.
-
-    Returns:
-        How many attempts were released; None when the lock could not be had, so that the caller tries again.
-
-    Raises:
-        RuntimeGone: The runtime is fenced: its attempts are not its own any more.
-    """
-    with conn.transaction(), _cursor(conn) as cursor:
-        locked = cursor.execute(schema.sql(TRY_RUNTIME_LOCK), {"runtime": runtime}).fetchone()
-        if locked is None or not locked[0]:
-            return None
-        if cursor.execute(schema.sql(IS_GONE), {"runtime": runtime}).fetchone() is not None:
-            raise RuntimeGone(f"runtime {runtime} was silent for too long and was taken for dead", runtime=runtime)
-        found = cursor.execute(schema.sql(UNKNOWN_CLAIMS), {"runtime": runtime, "newest": newest}).fetchall()
-        members = [(claim_id, slot, nonce, idx) for claim_id, slot, nonce, size in found for idx in range(1, size + 1)]
-        if members:
-            claims, slots, nonces, idx = (list(column) for column in zip(*members, strict=True))
-            params = {"runtime": runtime, "claims": claims, "slots": slots, "nonces": nonces, "idx": idx}
-            cursor.execute(schema.sql(RELEASE), params | {"n": len(members)})
-        return len(members)

@@ -20,6 +20,7 @@ from psycopg.pq import ConnStatus, DiagnosticField, ExecStatus, Format
 from awa._core import Attempt, Flush, Handler, decode_batch, int2_array, text_array
 from awa.errors import RuntimeGone, StorageNotTrusted
 from awa.storage.pool import connect
+from awa.storage.recovery import backend_of
 from awa.storage.schema import Schema
 
 SETTLE = """
@@ -120,6 +121,8 @@ class Line:
         self._schema = schema
         self._connection: Connection = connect(conninfo, name="worker")
         try:
+            self.backend = backend_of(self._connection)
+            """The server's process; it may outlive the connection."""
             self._prepare()
         except BaseException:
             self._connection.close()
@@ -211,7 +214,8 @@ class Line:
                 ) from lost
             if lost is not None and lost.sqlstate == "AWA03":
                 raise StorageNotTrusted(
-                    f"{lost.diag.message_primary}: its rows come from another cluster, by a restore or by replication",
+                    f"{lost.diag.message_primary}: its rows come from another cluster, by a restore or by "
+                    "replication; work where they were made, or insert the open jobs into a fresh schema",
                     expected="a frontier of this server's transactions",
                     found="one beyond them",
                 ) from lost

@@ -81,11 +81,12 @@ LEAVE = """
        SET last_seen_at = clock_timestamp(), ended_at = clock_timestamp(), newest_claim = %(newest_claim)s,
            open_claims = '{}'
      WHERE id = %(runtime)s
+       AND NOT EXISTS (SELECT FROM awa.gone_runtimes g WHERE g.runtime = %(runtime)s)
 """
 
 
 def leave(conn: Connection, schema: Schema, runtime: int, *, newest_claim: int) -> None:
-    """Say that this runtime has ended and that nothing of it is open."""
+    """Say that this runtime has ended and that nothing of it is open. A fenced one stays for its rescuer to look at."""
     conn.execute(schema.sql(LEAVE), {"runtime": runtime, "newest_claim": newest_claim})
 
 

@@ -16,9 +16,10 @@ import psycopg
 from awa._core import Attempt, Crew, Flush, Handler, Outcomes
 from awa.config import QueueSpec
 from awa.errors import AwaError, RuntimeGone, StorageNotTrusted
-from awa.storage import jobs
+from awa.storage import recovery
 from awa.storage.line import HELP, Line, Reply, Wanted
 from awa.storage.pool import connect
+from awa.storage.recovery import Backend
 from awa.storage.schema import Schema
 from awa.worker.bell import FIRST_POLL, PACE, Bell
 from awa.worker.service import first_line
@@ -40,6 +41,9 @@ SLOW = 0.005
 
 PASSING = frozenset({"55P03", "40001", "40P01"})
 """SQLSTATEs of a claim or a flush that met somebody else's short lock: try again."""
+
+FETCH_PAUSE = 5.0
+"""Seconds until a job whose long args could not be fetched is claimed again."""
 
 RETRY_PAUSE = 0.1
 """Seconds before a refused flush is sent again, such as the question about a transaction that is still open."""
@@ -82,6 +86,7 @@ class Claimer:
         self._bell = Bell(tuple(spec.name for spec in queues), poll_interval=poll_interval, use_bells=notify)
         self._line: Line | None = None
         self._is_in_doubt = False
+        self._lost: Backend | None = None
         self._is_called = False
         self._pending: list[Flush] = []
         self._not_before: dict[int, float] = {}  # number of a refused flush -> when to send it again
@@ -213,7 +218,7 @@ class Claimer:
             if attempts:
                 self._settle_bells(len(attempts))
                 return attempts
-            if self.crew.waiting > 0:
+            if self.crew.unstarted > 0:
                 return []  # others have work; the token waits behind it
             asked.update(want.queue for want in wanted)
             if wanted and any(spec.name not in asked and self._room(spec) > 0 for spec in self._queues):
@@ -236,7 +241,7 @@ class Claimer:
         ahead = free
         if crew.mean_seconds >= 0:
             ahead = max(free, int(self._threads * WORK_AHEAD / max(crew.mean_seconds, 1e-6)))
-        limit = min(MAX_BATCH, ahead) - crew.waiting
+        limit = min(MAX_BATCH, ahead) - crew.unstarted
         chosen = [spec for spec in self._queues if self._room(spec) > 0][: max(limit, 0)]
         if not chosen:
             return []
@@ -274,7 +279,7 @@ class Claimer:
                 if claimed.is_armed:
                     self._bell.took(claimed.queue, now)
             self._fetch_long(line, runtime, reply)
-        except (RuntimeGone, StorageNotTrusted):
+        except RuntimeGone:
             raise
         except BaseException:
             # Whatever it was, what the database did is unknown now; finding out begins with a new connection.
@@ -303,10 +308,10 @@ class Claimer:
             log.warning("fetching long args failed: %s", first_line(error))
             self._lose_line()
         missing = [attempt for attempt in long if not attempt.has_args]
-        for attempt in missing:
-            self._outcomes.add(attempt, "released")
+        for attempt in missing:  # later, so that what can never be fetched is not tried all the time
+            self._outcomes.add(attempt, "snoozed", delay=FETCH_PAUSE)
         if missing:
-            log.warning("%d jobs whose args did not come are released", len(missing))
+            log.warning("%d jobs whose args did not come are put off for %.0f s", len(missing), FETCH_PAUSE)
             for claimed in reply.claims:
                 claimed.attempts = [attempt for attempt in claimed.attempts if attempt.has_args]
 
@@ -336,22 +341,29 @@ class Claimer:
     def _connected(self) -> Line:
         if self._line is None:
             if self._is_in_doubt:
-                with connect(self._conninfo, name="recovery") as connection:
-                    released = jobs.release_unknown_claims(
-                        connection, self._schema, self._identity(), newest=self._outcomes.newest_claim
-                    )
-                if released is None:
-                    raise psycopg.OperationalError("the lost connection's last transaction has not ended")
-                if released:
-                    log.info("released %d attempts whose claim was answered to nobody", released)
+                self._resolve_doubt()
             self._line = Line(self._conninfo, self._schema, self._handlers)
             self._is_in_doubt = False
         return self._line
+
+    def _resolve_doubt(self) -> None:
+        """Give back what the lost connection may have claimed without an answer; only when its backend is gone."""
+        with connect(self._conninfo, name="recovery") as connection:
+            released: int | None = None
+            if self._lost is None or recovery.end_backend(connection, self._lost):
+                released = recovery.release_unknown_claims(
+                    connection, self._schema, self._identity(), newest=self._outcomes.newest_claim
+                )
+        if released is None:
+            raise psycopg.OperationalError("the lost connection's last transaction has not ended")
+        if released:
+            log.info("released %d attempts whose claim was answered to nobody", released)
 
     def _lose_line(self) -> None:
         self._bell.lost()
         self._is_in_doubt = True
         if self._line is not None:
+            self._lost = self._line.backend
             self._line.close()
             self._line = None
 

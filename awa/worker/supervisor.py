@@ -88,6 +88,7 @@ class Worker:
         self._is_started = False
         self._is_stopping = False  # guarded by _stop_lock
         self._left_running: list[int] = []  # written before _has_stopped is set
+        self._stopper = 0  # guarded by _stop_lock
         self._has_stopped = threading.Event()
         self._asked = threading.Event()
         self._fatal: Exception | None = None
@@ -194,7 +195,7 @@ class Worker:
             Watch(
                 self._crew,
                 timeout=settings.timeout,
-                is_loaded=lambda: self._crew.waiting > 0 or claimer.has_something_to_record,
+                is_loaded=lambda: self._crew.unstarted > 0 or claimer.has_something_to_record,
                 relieve=claimer.relieve,
             ),
         ]
@@ -214,12 +215,14 @@ class Worker:
         with self._stop_lock:
             is_first = self._is_started and not self._is_stopping
             self._is_stopping = self._is_started
+            if is_first:
+                self._stopper = threading.get_ident()
         if is_first:
             try:
                 self._stop(self._settings.shutdown_timeout if timeout is None else timeout)
             finally:
                 self._has_stopped.set()
-        elif self._is_started:
+        elif self._is_started and self._stopper != threading.get_ident():  # not from a stop hook
             self._has_stopped.wait()
         if self._left_running:
             shown = ", ".join(map(str, self._left_running[:20]))

@@ -61,6 +61,13 @@ class Watch(Service):
             self._relief.start()
         return LOOK_EVERY
 
+    def stop(self, timeout: float) -> bool:
+        """End, and wait for a relief that is under way."""
+        has_ended = super().stop(timeout)
+        if self._relief is not None:
+            self._relief.join(timeout)
+        return has_ended
+
     def limit(self, attempt: Attempt) -> float:
         """Seconds that *attempt* may take: what the job says, else its kind, else the worker; 0 for no limit."""
         timeout_ms = attempt.details.get("timeout_ms")

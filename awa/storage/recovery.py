@@ -1,0 +1,101 @@
+"""After a lost connection: make sure that its backend is gone, and give back what it claimed without an answer."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from psycopg import Connection, Cursor
+from psycopg.rows import tuple_row
+
+from awa.errors import RuntimeGone
+from awa.storage.schema import Schema
+
+END_TIMEOUT = 5.0
+"""Seconds to wait for a backend that was told to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """The server's process behind a connection."""
+
+    pid: int
+    """Its number; another may have it later."""
+    started_at: datetime
+    """When it started, which tells the two apart."""
+
+
+BACKEND = "SELECT pid, backend_start FROM pg_stat_activity WHERE pid = pg_backend_pid()"
+
+
+def backend_of(conn: Connection[Any]) -> Backend | None:
+    """The process behind *conn*; None when the server does not tell."""
+    with Cursor(conn, row_factory=tuple_row) as cursor:
+        found = cursor.execute(BACKEND).fetchone()
+    return None if found is None or found[1] is None else Backend(*found)
+
+
+END = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = %(pid)s AND backend_start = %(started_at)s"
+
+
+def end_backend(conn: Connection[Any], backend: Backend) -> bool:
+    """End *backend*, which belongs to a lost connection of this role; whether it is gone.
+
+    A backend does not notice that its client is gone before it has answered. One that was about to claim would do so
+    after everybody has looked.
+    """
+    until = time.monotonic() + END_TIMEOUT
+    with Cursor(conn, row_factory=tuple_row) as cursor:
+        while cursor.execute(END, {"pid": backend.pid, "started_at": backend.started_at}).fetchone() is not None:
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.02)
+    return True
+
+
+UNKNOWN_CLAIMS = """
+    SELECT c.claim_id, c.slot, c.nonce, cardinality(c.entry_ids)
+      FROM awa.claims c
+     WHERE c.runtime = %(runtime)s AND c.claim_id > %(newest)s AND cardinality(c.entry_ids) > 0
+     ORDER BY c.claim_id
+"""
+
+TRY_RUNTIME_LOCK = "SELECT pg_try_advisory_xact_lock(hashtextextended('awa.runtime:' || %(runtime)s::text, 0))"
+
+IS_GONE = "SELECT FROM awa.gone_runtimes WHERE runtime = %(runtime)s"
+
+RELEASE = """
+    SELECT awa.end_attempts(%(runtime)s, NULL, %(claims)s::bigint[], %(slots)s::smallint[], %(nonces)s::integer[],
+                            %(idx)s::smallint[], array_fill('released'::text, ARRAY[%(n)s::integer]),
+                            array_fill(0::double precision, ARRAY[%(n)s::integer]),
+                            array_fill(NULL::integer, ARRAY[%(n)s::integer]),
+                            array_fill(NULL::text, ARRAY[%(n)s::integer]))
+"""
+
+
+def release_unknown_claims(conn: Connection[Any], schema: Schema, runtime: int, *, newest: int) -> int | None:
+    """Give back what this runtime claimed above claim *newest* without ever receiving the reply.
+
+    Takes the runtime's lock exclusively first: it is had only when the transaction whose reply was lost has ended.
+
+    Returns:
+        How many attempts were released; None when the lock could not be had, so that the caller tries again.
+
+    Raises:
+        RuntimeGone: The runtime is fenced: its attempts are not its own any more.
+    """
+    with conn.transaction(), Cursor(conn, row_factory=tuple_row) as cursor:
+        locked = cursor.execute(schema.sql(TRY_RUNTIME_LOCK), {"runtime": runtime}).fetchone()
+        if locked is None or not locked[0]:
+            return None
+        if cursor.execute(schema.sql(IS_GONE), {"runtime": runtime}).fetchone() is not None:
+            raise RuntimeGone(f"runtime {runtime} was silent for too long and was taken for dead", runtime=runtime)
+        found = cursor.execute(schema.sql(UNKNOWN_CLAIMS), {"runtime": runtime, "newest": newest}).fetchall()
+        members = [(claim_id, slot, nonce, idx) for claim_id, slot, nonce, size in found for idx in range(1, size + 1)]
+        if members:
+            claims, slots, nonces, idx = (list(column) for column in zip(*members, strict=True))
+            params = {"runtime": runtime, "claims": claims, "slots": slots, "nonces": nonces, "idx": idx}
+            cursor.execute(schema.sql(RELEASE), params | {"n": len(members)})
+        return len(members)

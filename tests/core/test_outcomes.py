@@ -1,0 +1,136 @@
+"""The buffers of outcomes, while threads add to them and another takes from them."""
+
+from __future__ import annotations
+
+import gc
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from awa._core import Attempt, Crew, Flush, Handler, Outcomes, decode_batch
+from tests.fixtures.db import wait_until
+
+RUNTIME, THREADS, ROUNDS, SIZE = 7, 3, 20, 200
+
+
+def array(oid: int, values: list[bytes]) -> bytes:
+    """An array in PostgreSQL's binary form."""
+    return struct.pack(">iiiii", 1, 0, oid, len(values), 1) + b"".join(
+        struct.pack(">i", len(value)) + value for value in values
+    )
+
+
+def make_batch(claim_id: int, size: int, handler: Handler) -> list[Attempt]:
+    """What one claim row of *size* plain jobs is decoded to."""
+    row: list[Any] = [
+        struct.pack(">i", 0),
+        struct.pack(">q", claim_id),
+        struct.pack(">h", 0),
+        struct.pack(">i", 1),
+        struct.pack(">h", 2),
+        array(20, [struct.pack(">q", claim_id * 1000 + idx) for idx in range(1, size + 1)]),
+        None,
+        None,
+        None,
+        array(25, [b"work"] * size),
+        array(23, [struct.pack(">i", 2)] * size),
+        b"{}" * size,
+        array(1184, [bytes(8)] * size),
+        None,
+    ]
+    return decode_batch(row, RUNTIME, "q", {b"work": handler})
+
+
+def numbers(data: bytes, width: int) -> list[int]:
+    """The elements of a binary array of integers."""
+    return [int.from_bytes(data[at + 4 : at + 4 + width], "big", signed=True) for at in range(20, len(data), 4 + width)]
+
+
+def members(flush: Flush) -> list[tuple[int, int]]:
+    """Claim and position of every success in *flush*."""
+    claims, lows, highs = numbers(flush.arrays[0], 8), numbers(flush.arrays[3], 4), numbers(flush.arrays[4], 4)
+    idx = numbers(flush.arrays[5], 2)
+    return [
+        (claim, member) for claim, low, high in zip(claims, lows, highs, strict=True) for member in idx[low - 1 : high]
+    ]
+
+
+class Garbage:
+    """What only a collection frees; its end lets the workers run meanwhile, and leaves more of it behind."""
+
+    is_wanted = True
+    is_slow = False
+
+    def __init__(self) -> None:
+        self.me = self
+
+    def __del__(self) -> None:
+        if Garbage.is_slow:
+            time.sleep(0.0001)
+        if Garbage.is_wanted:
+            Garbage()
+
+
+@pytest.fixture
+def collecting() -> Iterator[None]:
+    """A collection at every allocation, with a finalizer in each."""
+    before = gc.get_threshold()
+    Garbage.is_wanted = True
+    gc.set_threshold(1, 1, 1)
+    Garbage()
+    yield
+    Garbage.is_wanted = False
+    gc.set_threshold(*before)
+    gc.collect()
+
+
+def test_successes_are_taken_once_whatever_the_collector_does_meanwhile(collecting: None) -> None:
+    outcomes = Outcomes()
+    crew = Crew(
+        THREADS,
+        outcomes,
+        job=lambda attempt, args: None,
+        conclude=lambda *ending: None,
+        lead=lambda: crew.rest(),
+        chosen=Exception,
+        flush_after=1e9,
+    )
+    # jobs that end one by one, so that some do in the midst of a take
+    handler = Handler("work", lambda: time.sleep(0.00005), lambda text: {}, is_typed=False)
+    threads = [threading.Thread(target=crew.work, args=(index,), daemon=True) for index in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    taken: Counter[tuple[int, int]] = Counter()
+
+    def take() -> None:
+        # a list is made of one that was freed, without asking the collector, as long as there are any
+        kept: list[list[int]] = [[] for _ in range(100)]
+        Garbage.is_slow = True
+        flushes = outcomes.take(RUNTIME)
+        Garbage.is_slow = False
+        kept.clear()
+        for flush in flushes:
+            taken.update(members(flush))
+            outcomes.acknowledged(flush)
+
+    give_up_at = time.monotonic() + 30
+    for claim_id in range(1, ROUNDS + 1):
+        attempts = make_batch(claim_id, SIZE, handler)
+        outcomes.opened(attempts)
+        crew.refill(attempts, SIZE)
+        while crew.finished < claim_id * SIZE:
+            assert time.monotonic() < give_up_at
+            take()
+    crew.dismiss()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    take()
+    assert taken == Counter((claim, idx) for claim in range(1, ROUNDS + 1) for idx in range(1, SIZE + 1))
+    assert outcomes.open_claims() == []
+    wait_until(lambda: outcomes.count == 0)
