@@ -187,6 +187,9 @@ class Claimer:
         except (psycopg.Error, AwaError) as error:
             log.warning("recording failed: %s", first_line(error))
             return False
+        except Exception:
+            log.exception("recording failed")
+            return False
         return True
 
     def close(self) -> None:
@@ -298,14 +301,14 @@ class Claimer:
         return reply
 
     def _fetch_long(self, line: Line, runtime: int, reply: Reply) -> None:
-        """Fetch the args that were too long for the claim; attempts whose args cannot be had are given back."""
+        """Fetch the args that were too long for the claim; jobs whose args cannot be had are put off."""
         long = [attempt for claimed in reply.claims for attempt in claimed.attempts if not attempt.has_args]
         if not long:
             return
         try:
             line.fetch_args(runtime, long)
-        except psycopg.Error as error:
-            log.warning("fetching long args failed: %s", first_line(error))
+        except Exception as error:  # whatever it is: these attempts are open already, and must not be forgotten
+            log.warning("fetching long args failed: %s: %s", type(error).__name__, first_line(error))
             self._lose_line()
         missing = [attempt for attempt in long if not attempt.has_args]
         for attempt in missing:  # later, so that what can never be fetched is not tried all the time
