@@ -5,7 +5,7 @@ CANDIDATES := $(PYTHON) $(if $(filter file,$(origin PYTHON)),python3.13 python3.
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml setup.py awa/_core.pyx
-SERVED := tests/storage tests/migrations tests/worker tests/faults tests/acceptance
+SERVED := tests/storage tests/migrations tests/worker tests/faults
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
