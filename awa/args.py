@@ -372,9 +372,11 @@ def _enum_converter(kind: type[enum.Enum]) -> _Converter:
 
         def decode_flag(value: Any) -> Any:
             try:
-                return kind(value) if type(value) is int else _refuse(value)
+                flag = kind(value) if type(value) is int else _refuse(value)
             except ValueError:
                 return _refuse(value)
+            # Python before 3.11.4 drops the bits that it does not know, unless told otherwise
+            return flag if flag.value == value else _refuse(value)
 
         def _refuse(value: Any) -> Any:
             raise _wanted(f"a value of {_name(kind)}", value)
