@@ -801,7 +801,6 @@ class FunctionCodec:
     """
 
     def __init__(self, func: Callable[..., Any]) -> None:
-        self._func = func
         self._owner = f"{getattr(func, '__qualname__', func)}()"
         self._signature = signature_of(func)
         for parameter in self._signature.parameters.values():
