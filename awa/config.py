@@ -23,6 +23,9 @@ from awa.options import LONGEST_TIMEOUT, MAX_NAME, check_queue
 SCHEMA_BYTES = 63
 """Most bytes of a schema's name: what PostgreSQL keeps of an identifier."""
 
+LONGEST_RETENTION = 3650 * 86_400.0
+"""Most seconds that ended jobs are kept: ten years."""
+
 
 @dataclass(frozen=True, slots=True)
 class QueueSpec:
@@ -55,6 +58,14 @@ class Settings:
     """Seconds an attempt may take when neither its kind nor its job says; 0 for no limit."""
     shutdown_timeout: float = 30.0
     """Seconds that running handlers get when a worker is told to stop."""
+    completed_retention: float = 86_400.0
+    """Seconds that completed jobs stay readable."""
+    failed_retention: float = 3 * 86_400.0
+    """Seconds that failed and cancelled jobs stay readable."""
+    dead_retention: float = 30 * 86_400.0
+    """Seconds that dead letters stay readable."""
+    rotate_after: float = 0.0
+    """Seconds after which a new segment is begun; 0 for a sixth of ``completed_retention``, at least a minute."""
     notify: bool = True
     """Whether inserts wake an idle worker; off for users of two-phase commit."""
     max_args_bytes: int = 256 * 1024
@@ -174,6 +185,10 @@ _PARSERS: Mapping[str, Callable[[object], Any]] = {
     "stale_after": _seconds(0.15, 86400),
     "timeout": _seconds(0, LONGEST_TIMEOUT),
     "shutdown_timeout": _seconds(0, 86400),
+    "completed_retention": _seconds(0, LONGEST_RETENTION),
+    "failed_retention": _seconds(0, LONGEST_RETENTION),
+    "dead_retention": _seconds(0, LONGEST_RETENTION),
+    "rotate_after": _seconds(0, LONGEST_RETENTION),
     "notify": _switch,
     "max_args_bytes": _whole_number(1, 64 * 1024 * 1024),
     "schema": _schema,

@@ -33,6 +33,8 @@ from awa.worker.identity import Identity
 from awa.worker.maintenance.loop import Maintenance
 from awa.worker.maintenance.promote import Promote
 from awa.worker.maintenance.rescue import Rescue
+from awa.worker.maintenance.retention import Retention
+from awa.worker.maintenance.ring import Ring
 from awa.worker.service import Service, first_line
 from awa.worker.watch import Watch
 
@@ -190,6 +192,8 @@ class Worker:
                 chores=[
                     Promote(schema),
                     Rescue(schema, heartbeat=settings.heartbeat, stale_after=settings.stale_after),
+                    Ring(schema, retention=settings.completed_retention, rotate_after=settings.rotate_after),
+                    Retention(schema, failed=settings.failed_retention, dead=settings.dead_retention),
                 ],
             ),
             Watch(
