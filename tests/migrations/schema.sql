@@ -25,6 +25,63 @@ BEGIN
       FROM newest WHERE age <= 20);
 END $$;
 
+CREATE FUNCTION awa.carry_v1(p_slot smallint, p_queue text, p_limit integer) RETURNS integer
+    LANGUAGE plpgsql
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET jit TO 'off'
+    AS $$
+DECLARE
+    v_slots smallint[] := '{}';
+    v_lanes smallint[] := '{}';
+    v_xids xid8[] := '{}';
+    v_entries bigint[] := '{}';
+    v_left integer := p_limit;
+    r record;
+BEGIN
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        RAISE EXCEPTION 'awa.carry needs READ COMMITTED: an older snapshot would carry what is claimed'
+              USING ERRCODE = 'AWA02';
+    END IF;
+    IF NOT pg_try_advisory_xact_lock(hashtextextended('awa.queue:' || p_queue, 0)) THEN
+        RETURN -1;
+    END IF;
+    FOR v_lane IN 2..9 LOOP
+        CONTINUE WHEN NOT EXISTS (SELECT FROM awa.unclaimed(p_queue, 1, p_slot, v_lane::smallint));
+        SELECT array_agg(u.slot) AS slots, array_agg(u.lane) AS lanes, array_agg(u.xid) AS xids,
+               array_agg(u.entry_id) AS entries, count(*) AS n
+          INTO r
+          FROM awa.unclaimed(p_queue, v_left, CASE WHEN v_lane % 2 = 1 THEN p_slot END, v_lane::smallint) u;
+        v_slots := v_slots || r.slots;
+        v_lanes := v_lanes || r.lanes;
+        v_xids := v_xids || r.xids;
+        v_entries := v_entries || r.entries;
+        v_left := v_left - r.n;
+        EXIT WHEN v_left <= 0;
+    END LOOP;
+    IF cardinality(v_entries) = 0 THEN
+        RETURN 0;
+    END IF;
+    WITH entry AS MATERIALIZED (
+        SELECT u.n, j.*
+          FROM unnest(v_slots, v_lanes, v_xids, v_entries) WITH ORDINALITY AS u(slot, lane, xid, entry_id, n)
+         CROSS JOIN LATERAL (SELECT * FROM awa.jobs j
+                              WHERE j.slot = u.slot AND j.queue = p_queue AND j.lane = u.lane AND j.xid = u.xid
+                                AND j.entry_id = u.entry_id LIMIT 1) j
+    ), ended AS (
+        INSERT INTO awa.attempt_ends (entry_id, id, slot, outcome)
+        SELECT e.entry_id, e.id, e.slot, 'carried' FROM entry e
+    )
+    INSERT INTO awa.jobs (id, created_at, lane, priority, attempt, max_attempts, timeout_ms, queue, kind, args, metadata,
+                          tags, concurrency_key, ordering_key, unique_key, expires_at, follow_ups, history)
+    SELECT e.id, coalesce(e.created_at, e.available_at), 2 * e.priority, e.priority, e.attempt, e.max_attempts,
+           e.timeout_ms, e.queue, e.kind, e.args, e.metadata, e.tags, e.concurrency_key, e.ordering_key, e.unique_key,
+           e.expires_at, e.follow_ups, e.history
+      FROM entry e ORDER BY e.n;
+    RETURN cardinality(v_entries);
+END $$;
+
 CREATE FUNCTION awa.channel() RETURNS text
     LANGUAGE sql IMMUTABLE
     AS $$
@@ -183,7 +240,8 @@ BEGIN
             -- outer side is the function scan, stopped by the limit. tests/storage/test_plans.py looks.
             WITH sized AS MATERIALIZED (
                 SELECT w.n, j.*, row_number() OVER () AS ord,
-                       sum(octet_length(j.args)) OVER (ROWS UNBOUNDED PRECEDING) AS bytes
+                       sum(octet_length(j.args)) OVER (ROWS UNBOUNDED PRECEDING) AS bytes,
+                       count(*) FILTER (WHERE j.rescued) OVER (ROWS UNBOUNDED PRECEDING) AS suspects
                   FROM (SELECT w.n, e.*
                           FROM unnest(w_lane, w_to, w_lo_xid, w_lo_entry, w_hi_xid, w_hi_entry) WITH ORDINALITY
                                AS w(lane, page_to, lo_xid, lo_entry, hi_xid, hi_entry, n)
@@ -192,7 +250,9 @@ BEGIN
                                       j.args::text AS args, coalesce(j.created_at, j.available_at) AS created_at,
                                       CASE WHEN j.tags IS NOT NULL OR j.metadata IS NOT NULL OR j.timeout_ms IS NOT NULL
                                            THEN json_build_object('tags', j.tags, 'metadata', j.metadata,
-                                                                  'timeout_ms', j.timeout_ms)::text END AS details
+                                                                  'timeout_ms', j.timeout_ms)::text END AS details,
+                                      CASE WHEN j.attempt > 1 AND j.lane % 2 = 0
+                                           THEN j.history->-1->>'outcome' = 'rescued' END AS rescued
                                  FROM awa.jobs j
                                 WHERE j.queue = p_queue AND j.lane = w.lane
                                   AND (j.xid, j.entry_id) > (w.lo_xid, w.lo_entry)
@@ -202,7 +262,7 @@ BEGIN
                                 LIMIT p_limit) e
                          LIMIT p_limit) w
                  CROSS JOIN LATERAL (SELECT w.slot, w.lane, w.xid, w.entry_id, w.id, w.kind, w.attempt,
-                                            w.max_attempts, w.args, w.created_at, w.details) j
+                                            w.max_attempts, w.args, w.created_at, w.details, w.rescued) j
             ), kept AS (
                 SELECT s.*,
                        p_kinds IS NULL OR s.kind = ANY (p_kinds) AS known,
@@ -210,7 +270,7 @@ BEGIN
                   FROM sized s
                  CROSS JOIN LATERAL (SELECT (SELECT awa.ended_among(array_agg(t.slot), array_agg(t.entry_id))
                                                FROM sized t) AS entries) gone
-                 WHERE s.ord = 1 OR s.bytes <= c_bytes OR v_direct IS NOT NULL
+                 WHERE s.ord = 1 OR (s.bytes <= c_bytes AND s.suspects = 0) OR v_direct IS NOT NULL
             ), last AS (
                 SELECT k.ord, k.n, k.lane, k.xid, k.entry_id FROM kept k ORDER BY k.ord DESC LIMIT 1
             ), batches AS (
@@ -219,6 +279,7 @@ BEGIN
                        array_agg(k.max_attempts) AS max_attempts, array_agg(k.kind) AS kinds,
                        array_agg(k.created_at) AS created_at,
                        array_agg(k.details) AS details, count(k.details) AS n_details,
+                       v_direct IS NULL AND bool_or(k.rescued) AS alone,
                        max(k.attempt) AS top_attempt, min(k.max_attempts) AS lo_max, max(k.max_attempts) AS hi_max,
                        string_agg(k.args, '') FILTER (WHERE k.bytes <= c_bytes) AS args,
                        array_agg(CASE WHEN k.bytes <= c_bytes THEN octet_length(k.args) END) AS lens
@@ -267,6 +328,7 @@ BEGIN
             END IF;
             EXIT WHEN g.slot IS NULL;
             v_some := true;
+            v_flags := v_flags | CASE WHEN g.alone THEN 8 ELSE 0 END;
             v_claim := nextval('awa.claim_id_seq');
             v_nonce := (random() * 2147483647)::integer;
             INSERT INTO awa.claims (claim_id, runtime, nonce, slot, lane, queue, frontier, entry_ids, xids)
@@ -556,6 +618,16 @@ BEGIN
                         j.history;
 END $$;
 
+CREATE FUNCTION awa.frontier_of(p_queue text) RETURNS awa.lane_frontier[]
+    LANGUAGE sql STABLE
+    AS $$
+    SELECT u.frontier
+      FROM ((SELECT c.claim_id, c.frontier FROM awa.claims c WHERE c.queue = p_queue ORDER BY c.claim_id DESC LIMIT 1)
+            UNION ALL
+            SELECT t.claim_id, t.frontier FROM awa.frontiers t WHERE t.queue = p_queue) u
+     ORDER BY u.claim_id DESC LIMIT 1
+$$;
+
 CREATE FUNCTION awa.page_end() RETURNS pg_snapshot
     LANGUAGE plpgsql
     AS $$
@@ -640,6 +712,56 @@ BEGIN
     END IF;
     RETURN v_count;
 END $$;
+
+CREATE FUNCTION awa.prune_v1(p_slot smallint, p_entries bigint) RETURNS text
+    LANGUAGE plpgsql
+    SET lock_timeout TO '10ms'
+    AS $_$
+DECLARE
+    v_found bigint;
+BEGIN
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        RAISE EXCEPTION 'awa.prune needs READ COMMITTED: an older snapshot would not see what was written last'
+              USING ERRCODE = 'AWA02';
+    END IF;
+    IF NOT pg_try_advisory_xact_lock(hashtextextended('awa.ring', 0)) THEN
+        RETURN 'busy';
+    END IF;
+    IF p_slot = pg_sequence_last_value('awa.ring_seq') THEN
+        RETURN 'current';
+    END IF;
+    BEGIN
+        EXECUTE format('LOCK TABLE ONLY awa.jobs_%1$s, ONLY awa.claims_%1$s, ONLY awa.completions_%1$s,'
+                       ' ONLY awa.attempt_ends_%1$s IN SHARE ROW EXCLUSIVE MODE', p_slot);
+        EXECUTE format('SELECT count(*) FROM awa.jobs_%s', p_slot) INTO v_found;
+        IF v_found <> p_entries THEN
+            RETURN 'changed';
+        END IF;
+        EXECUTE format(
+            'INSERT INTO awa.frontiers AS t (queue, claim_id, frontier)
+             WITH RECURSIVE queues AS (
+                 (SELECT c.queue FROM awa.claims_%1$s c ORDER BY c.queue LIMIT 1)
+                 UNION ALL
+                 SELECT n.queue FROM queues q
+                  CROSS JOIN LATERAL (SELECT c.queue FROM awa.claims_%1$s c WHERE c.queue > q.queue
+                                       ORDER BY c.queue LIMIT 1) n
+             )
+             SELECT n.queue, n.claim_id, n.frontier
+               FROM queues q
+              CROSS JOIN LATERAL (SELECT c.queue, c.claim_id, c.frontier FROM awa.claims_%1$s c WHERE c.queue = q.queue
+                                   ORDER BY c.claim_id DESC LIMIT 1) n
+                 ON CONFLICT (queue) DO UPDATE SET claim_id = excluded.claim_id, frontier = excluded.frontier
+              WHERE t.claim_id < excluded.claim_id', p_slot);
+        EXECUTE format('LOCK TABLE ONLY awa.jobs_%1$s, ONLY awa.claims_%1$s, ONLY awa.completions_%1$s,'
+                       ' ONLY awa.attempt_ends_%1$s IN ACCESS EXCLUSIVE MODE', p_slot);
+        EXECUTE format('TRUNCATE ONLY awa.jobs_%1$s, ONLY awa.claims_%1$s, ONLY awa.completions_%1$s,'
+                       ' ONLY awa.attempt_ends_%1$s', p_slot);
+        UPDATE awa.ring SET opened_at = NULL, sealed_at = NULL WHERE slot = p_slot;
+    EXCEPTION WHEN lock_not_available OR deadlock_detected THEN
+        RETURN 'busy';
+    END;
+    RETURN 'pruned';
+END $_$;
 
 CREATE FUNCTION awa.rescue_v1(p_runtime bigint, p_limit integer, p_skip integer DEFAULT 0, OUT tried integer, OUT ended integer, OUT blocked integer) RETURNS record
     LANGUAGE plpgsql
@@ -731,6 +853,35 @@ BEGIN
     END LOOP;
 END $$;
 
+CREATE FUNCTION awa.rotate_v1() RETURNS smallint
+    LANGUAGE plpgsql
+    AS $$
+DECLARE
+    v_current smallint;
+    v_slot smallint;
+    v_bytes bigint;
+BEGIN
+    IF NOT pg_try_advisory_xact_lock(hashtextextended('awa.ring', 0)) THEN
+        RETURN NULL;
+    END IF;
+    v_current := pg_sequence_last_value('awa.ring_seq');
+    FOR v_step IN 1..7 LOOP
+        v_slot := (v_current + v_step) % 8;
+        SELECT sum(pg_relation_size(format('awa.%s_%s', t, v_slot)::regclass)) INTO v_bytes
+          FROM unnest(ARRAY['jobs', 'claims', 'completions', 'attempt_ends']) t;
+        IF v_bytes = 0 THEN
+            PERFORM setval('awa.ring_seq', v_slot);
+            UPDATE awa.ring r
+               SET opened_at = CASE WHEN r.slot = v_slot THEN clock_timestamp() ELSE r.opened_at END,
+                   sealed_at = CASE WHEN r.slot = v_slot THEN NULL
+                                    WHEN r.slot = v_current THEN clock_timestamp() ELSE r.sealed_at END
+             WHERE r.slot IN (v_slot, v_current);
+            RETURN v_slot;
+        END IF;
+    END LOOP;
+    RETURN NULL;
+END $$;
+
 CREATE FUNCTION awa.settle_v1(p_runtime bigint, p_flush bigint, p_claims bigint[], p_slots smallint[], p_nonces integer[], p_lo integer[], p_hi integer[], p_idx smallint[], p_elapsed integer[], o_claims bigint[], o_slots smallint[], o_nonces integer[], o_idx smallint[], o_outcomes text[], o_delays double precision[], o_elapsed integer[], o_errors text[]) RETURNS TABLE(claim_id bigint, idx smallint)
     LANGUAGE plpgsql
     SET plan_cache_mode TO 'force_generic_plan'
@@ -814,6 +965,64 @@ BEGIN
                                                        AND c.claim_id = u.claim LIMIT 1)
                                OFFSET 0);
     END IF;
+END $$;
+
+CREATE FUNCTION awa.unclaimed(p_queue text, p_limit integer, p_slot smallint DEFAULT NULL::smallint, p_lane smallint DEFAULT NULL::smallint) RETURNS TABLE(slot smallint, lane smallint, xid xid8, entry_id bigint)
+    LANGUAGE plpgsql STABLE
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET jit TO 'off'
+    AS $$
+#variable_conflict use_column
+DECLARE
+    v_frontier awa.lane_frontier[] := awa.frontier_of(p_queue);
+    v_now pg_snapshot := awa.page_end();
+    v_left integer := p_limit;
+    v_count integer;
+    f awa.lane_frontier;
+    r record;
+    w record;
+BEGIN
+    FOR v_lane IN 2..9 LOOP
+        CONTINUE WHEN v_lane <> p_lane;
+        f := ROW(v_lane, '1:1:'::pg_snapshot, NULL, NULL, NULL)::awa.lane_frontier;
+        FOR v_n IN 1..coalesce(cardinality(v_frontier), 0) LOOP
+            IF v_frontier[v_n].lane = v_lane THEN
+                f := v_frontier[v_n];
+            END IF;
+        END LOOP;
+        FOR w IN
+            SELECT f.page_from AS page_from, f.page_to AS page_to, f.last_xid AS xid, f.last_entry AS entry
+             WHERE f.page_to IS NOT NULL
+            UNION ALL
+            SELECT coalesce(f.page_to, f.page_from), v_now, '0', 0
+        LOOP
+            r := awa.page_ranges(w.page_from, w.page_to, w.xid, w.entry);
+            RETURN QUERY
+                SELECT e.slot, e.lane, e.xid, e.entry_id
+                  FROM unnest(r.lo_xid, r.lo_entry, r.hi_xid, r.hi_entry) AS u(lo_xid, lo_entry, hi_xid, hi_entry)
+                 CROSS JOIN LATERAL (
+                       SELECT j.slot, j.lane, j.xid, j.entry_id
+                         FROM awa.jobs j
+                        WHERE j.queue = p_queue AND j.lane = v_lane
+                          AND (j.xid, j.entry_id) > (u.lo_xid, u.lo_entry)
+                          AND (j.xid, j.entry_id) < (u.hi_xid, u.hi_entry)
+                          AND pg_visible_in_snapshot(j.xid, w.page_to)
+                          AND (p_slot IS NULL OR j.slot = p_slot)
+                          AND NOT EXISTS (SELECT FROM awa.attempt_ends t
+                                           WHERE t.slot = j.slot AND t.entry_id = j.entry_id OFFSET 0)
+                        ORDER BY j.xid, j.entry_id
+                        LIMIT v_left) e
+                 LIMIT v_left;
+            GET DIAGNOSTICS v_count = ROW_COUNT;
+            v_left := v_left - v_count;
+            IF v_left <= 0 THEN
+                RETURN;
+            END IF;
+        END LOOP;
+    END LOOP;
 END $$;
 
 CREATE TABLE awa.attempt_ends (
@@ -1005,6 +1214,13 @@ CREATE TABLE awa.leases (
 )
 WITH (fillfactor='50');
 
+CREATE TABLE awa.ring (
+    slot smallint NOT NULL,
+    opened_at timestamp with time zone,
+    sealed_at timestamp with time zone,
+    CONSTRAINT ring_slot_check CHECK (((slot >= 0) AND (slot <= 7)))
+);
+
 CREATE TABLE awa.runtime_instances (
     id bigint NOT NULL,
     uuid uuid NOT NULL,
@@ -1097,6 +1313,9 @@ ALTER TABLE ONLY awa.gone_runtimes
 ALTER TABLE ONLY awa.leases
     ADD CONSTRAINT leases_pkey PRIMARY KEY (name);
 
+ALTER TABLE ONLY awa.ring
+    ADD CONSTRAINT ring_pkey PRIMARY KEY (slot);
+
 ALTER TABLE ONLY awa.runtime_instances
     ADD CONSTRAINT runtime_instances_pkey PRIMARY KEY (id);
 
@@ -1120,6 +1339,10 @@ CREATE INDEX claims_0_queue_claim_id_idx ON awa.claims_0 USING btree (queue, cla
 CREATE INDEX claims_runtime ON ONLY awa.claims USING btree (runtime, claim_id);
 
 CREATE INDEX claims_0_runtime_claim_id_idx ON awa.claims_0 USING btree (runtime, claim_id);
+
+CREATE INDEX ended_jobs_dead ON awa.ended_jobs USING btree (ended_at) WHERE (dead_reason IS NOT NULL);
+
+CREATE INDEX ended_jobs_ended ON awa.ended_jobs USING btree (ended_at) WHERE (dead_reason IS NULL);
 
 CREATE INDEX jobs_id ON ONLY awa.jobs USING brin (id) WITH (pages_per_range='32');
 

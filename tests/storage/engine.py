@@ -19,7 +19,7 @@ from tests.fixtures.db import wait_until
 Conn = psycopg.Connection[Any]
 
 AWA = Schema()
-ARMED, BUSY, COME_AGAIN = 1, 2, 4
+ARMED, BUSY, COME_AGAIN, ALONE = 1, 2, 4, 8
 
 _flushes = count(1)
 

@@ -31,6 +31,7 @@ from psycopg.pq import TransactionStatus
 from awa.storage import jobs, runtimes
 from awa.storage.jobs import JobRow
 from tests.storage.engine import (
+    ALONE,
     AWA,
     COME_AGAIN,
     Conn,
@@ -74,6 +75,14 @@ class ModelJob:
     attempt: int = 1
     member: Member | None = None
     lent_to: Lender | None = None
+    was_rescued: bool = False
+    """Its last attempt that counted ended so."""
+    is_express: bool = False
+
+    @property
+    def is_suspect(self) -> bool:
+        """It comes alone, unless it was set aside."""
+        return self.was_rescued and self.is_express
 
 
 @dataclass(eq=False)
@@ -272,10 +281,12 @@ class Engine(RuleBasedStateMachine):
         }
         aside = {job.id for job in self.jobs.values() if job.queue == queue and job.state == "aside"}
         claimed = claim(self.claimer, runtime.number, queue=queue, kinds=runtime.kinds, limit=limit)
-        assert claimed.flags in (0, COME_AGAIN)
+        assert claimed.flags in (0, COME_AGAIN, ALONE)
         assert len(claimed.members) <= limit
         if claimed.members:
-            assert claimed.flags == 0
+            first = self.jobs[claimed.members[0].id]
+            assert claimed.flags == (ALONE if first.is_suspect and first.id not in aside else 0)
+            assert claimed.flags == 0 or len(claimed.members) == 1
             assert claimed.members[0].priority == min(job.priority for job in waits.values())
         elif not claimed.flags:
             assert not waits, "the queue seems empty and is not"
@@ -361,7 +372,9 @@ class Engine(RuleBasedStateMachine):
     def _end(self, job: ModelJob, outcome: str, delay: float = 0.0) -> None:
         job.member = None
         self.totals[outcome] += 1
+        job.is_express = outcome in ("released", "rescued")
         if outcome in ("retried", "rescued"):
+            job.was_rescued = outcome == "rescued"
             if job.attempt >= job.max_attempts:
                 job.state = "failed"
                 return
