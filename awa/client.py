@@ -259,6 +259,10 @@ class Client:
         stale_after: float | timedelta | None = None,
         timeout: float | timedelta | None = None,
         shutdown_timeout: float | timedelta | None = None,
+        completed_retention: float | timedelta | None = None,
+        failed_retention: float | timedelta | None = None,
+        dead_retention: float | timedelta | None = None,
+        rotate_after: float | timedelta | None = None,
         flags: dict[str, object] | None = None,
     ) -> Worker:
         """A worker for the tasks declared so far; a context manager, or call its ``start`` and ``stop``.
@@ -266,7 +270,8 @@ class Client:
         Args:
             queues: ``NAME`` or ``NAME:MAX_WORKERS``; None: AWA_QUEUES, or ``default``.
             threads: Handlers that run at once; None: AWA_THREADS, or 10.
-            poll_interval, heartbeat, stale_after, timeout, shutdown_timeout: Seconds; see :class:`awa.config.Settings`.
+            poll_interval, heartbeat, stale_after, timeout, shutdown_timeout, completed_retention, failed_retention,
+                dead_retention, rotate_after: Seconds; see :class:`awa.config.Settings`.
             flags: Settings that came from a command line; an argument here goes before them.
 
         Raises:
@@ -282,6 +287,10 @@ class Client:
             "stale_after": stale_after,
             "timeout": timeout,
             "shutdown_timeout": shutdown_timeout,
+            "completed_retention": completed_retention,
+            "failed_retention": failed_retention,
+            "dead_retention": dead_retention,
+            "rotate_after": rotate_after,
         }
         return Worker(
             registry=self.registry,
