@@ -1,11 +1,29 @@
--- Claiming: a job whose last attempt was rescued comes alone.
+-- Claiming: a job whose last attempt was rescued comes alone; and what ended in other slots costs nothing.
 --
--- Replaces one function, in place: workers of before get smaller batches, and pass over the flag. Works with awa 0.1
--- and later.
+-- Replaces two functions, in place: workers of before get smaller batches, and pass over the flag. Adds an index, which
+-- holds off the recording of failures while it is built. Works with awa 0.1 and later.
 --
 -- It may have killed its worker, and would take its neighbours along again. So a batch ends before such a job, and the
 -- worker claims nothing else until it has survived. Rescued jobs lie in express lanes. Those that were set aside and
 -- are claimed directly do not come alone: what is appended to be claimed at once must be claimed as a whole.
+
+-- small, and never read but for the question below; without it the primary key might be walked for the answer
+CREATE INDEX attempt_ends_unclaimed ON awa.attempt_ends (slot) WHERE claim_id IS NULL;
+
+-- Those of some unclaimed entries that have ended already (cancelled, moved, carried). Looks for each only in slots in
+-- which anything ended so: what is carried forward leaves such ends behind in sealed slots, for as long as these are kept.
+CREATE OR REPLACE FUNCTION awa.ended_among(p_slots smallint[], p_entries bigint[]) RETURNS bigint[]
+LANGUAGE plpgsql STABLE AS $$
+BEGIN
+    IF NOT EXISTS (SELECT FROM (SELECT DISTINCT u.slot FROM unnest(p_slots) AS u(slot)) s
+                    WHERE EXISTS (SELECT FROM awa.attempt_ends t
+                                   WHERE t.slot = s.slot AND t.claim_id IS NULL OFFSET 0)) THEN
+        RETURN '{}';
+    END IF;
+    RETURN ARRAY(SELECT e.entry_id FROM unnest(p_slots, p_entries) AS e(slot, entry_id)
+                  WHERE EXISTS (SELECT FROM awa.attempt_ends t
+                                 WHERE t.slot = e.slot AND t.entry_id = e.entry_id OFFSET 0));
+END $$;
 
 -- Start attempts on up to p_limit available entries of a queue. In a transaction of its own; it commits
 -- asynchronously, since a claim that a crash forgets is merely claimed again.

@@ -531,7 +531,9 @@ CREATE FUNCTION awa.ended_among(p_slots smallint[], p_entries bigint[]) RETURNS 
     LANGUAGE plpgsql STABLE
     AS $$
 BEGIN
-    IF NOT EXISTS (SELECT FROM awa.attempt_ends t WHERE t.claim_id IS NULL) THEN
+    IF NOT EXISTS (SELECT FROM (SELECT DISTINCT u.slot FROM unnest(p_slots) AS u(slot)) s
+                    WHERE EXISTS (SELECT FROM awa.attempt_ends t
+                                   WHERE t.slot = s.slot AND t.claim_id IS NULL OFFSET 0)) THEN
         RETURN '{}';
     END IF;
     RETURN ARRAY(SELECT e.entry_id FROM unnest(p_slots, p_entries) AS e(slot, entry_id)
@@ -1332,6 +1334,10 @@ CREATE INDEX attempt_ends_claim ON ONLY awa.attempt_ends USING btree (claim_id);
 
 CREATE INDEX attempt_ends_0_claim_id_idx ON awa.attempt_ends_0 USING btree (claim_id);
 
+CREATE INDEX attempt_ends_unclaimed ON ONLY awa.attempt_ends USING btree (slot) WHERE (claim_id IS NULL);
+
+CREATE INDEX attempt_ends_0_slot_idx ON awa.attempt_ends_0 USING btree (slot) WHERE (claim_id IS NULL);
+
 CREATE INDEX claims_queue ON ONLY awa.claims USING btree (queue, claim_id);
 
 CREATE INDEX claims_0_queue_claim_id_idx ON awa.claims_0 USING btree (queue, claim_id);
@@ -1361,6 +1367,8 @@ CREATE INDEX waiting_jobs_kind ON awa.waiting_jobs USING btree (queue, wait_key,
 ALTER INDEX awa.attempt_ends_claim ATTACH PARTITION awa.attempt_ends_0_claim_id_idx;
 
 ALTER INDEX awa.attempt_ends_pkey ATTACH PARTITION awa.attempt_ends_0_pkey;
+
+ALTER INDEX awa.attempt_ends_unclaimed ATTACH PARTITION awa.attempt_ends_0_slot_idx;
 
 ALTER INDEX awa.claims_queue ATTACH PARTITION awa.claims_0_queue_claim_id_idx;
 

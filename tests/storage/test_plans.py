@@ -178,11 +178,11 @@ def a_long_history(conn: Conn, runtime: int) -> None:
     )
     conn.execute(
         f"""INSERT INTO awa.completions (claim_id, flush, slot, idx, elapsed_ms)
-            SELECT n, 1, 0, '{{1}}', '{{1}}' FROM generate_series(1, {LARGE // 4}) n"""
+            SELECT n, 1000000000, 0, '{{1}}', '{{1}}' FROM generate_series(1, {LARGE // 4}) n"""
     )
     conn.execute(
         f"""INSERT INTO awa.attempt_ends (entry_id, claim_id, flush, id, slot, outcome)
-            SELECT 1000000 + n, n, 1, n, 0, 'retried' FROM generate_series(1, {LARGE // 4}) n"""
+            SELECT 1000000 + n, n, 1000000000, n, 0, 'retried' FROM generate_series(1, {LARGE // 4}) n"""
     )
     conn.execute("UPDATE awa.runtime_instances SET newest_claim = (SELECT max(claim_id) FROM awa.claims)")
     insert(conn, *range(400))
