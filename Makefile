@@ -5,6 +5,7 @@ CANDIDATES := $(PYTHON) $(if $(filter file,$(origin PYTHON)),python3.13 python3.
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml setup.py awa/_core.pyx
+TOGETHER := -n 2 --dist worksteal
 SERVED := tests/storage tests/migrations tests/worker tests/faults
 
 SHELL := /bin/bash
@@ -22,10 +23,10 @@ demo: $(VENV)/demo.stamp ## run real jobs on a private PostgreSQL, kill a worker
 test: $(VENV)/dev.stamp ## run the tests, on the system's PostgreSQL if there is one and on the embedded one
 	@if $(BIN)/python -c 'import os, sys; from awa.embedded import from_system; sys.exit(not from_system(os.environ))'
 	then
-		$(BIN)/python -m pytest --pg=system
-		$(BIN)/python -m pytest --pg=embedded -m 'not slow' $(SERVED)
+		$(BIN)/python -m pytest $(TOGETHER) --pg=system
+		$(BIN)/python -m pytest $(TOGETHER) --pg=embedded -m 'not slow' $(SERVED)
 	else
-		$(BIN)/python -m pytest --pg=embedded
+		$(BIN)/python -m pytest $(TOGETHER) --pg=embedded
 	fi
 
 lint: $(VENV)/dev.stamp ## check style and types
