@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
 from statistics import median
 from typing import Any
 
 from benchmarks.record import Result
+from benchmarks.scenarios import SCENARIOS
+
+FIGURES = tuple(field.name for field in fields(Result) if field.name != "variant")
+"""What a line has of a result."""
 
 Line = Mapping[str, Any]
 """What one line of JSON holds."""
@@ -25,11 +29,14 @@ COLUMNS = {
 }
 """The figures of the table, and how they are written."""
 
+RARE_COLUMNS: dict[str, str] = {}
+"""Those that have a column only when some line has one."""
+
 
 def make_line(scenario: str, repetition: int, result: Result, facts: Mapping[str, Any]) -> dict[str, Any]:
     """One repetition's line: its figures, then what they depend on."""
-    fields = asdict(result) | {"jobs_per_s": round(result.jobs_per_s, 1)}
-    return {"scenario": scenario, **fields, "repetition": repetition, **facts}
+    figures = asdict(result) | {"jobs_per_s": round(result.jobs_per_s, 1)}
+    return {"scenario": scenario, **figures, "repetition": repetition, **facts}
 
 
 def dump_line(line: Line) -> str:
@@ -38,14 +45,19 @@ def dump_line(line: Line) -> str:
 
 
 def make_table(lines: Sequence[Line]) -> str:
-    """The median of each figure over the repetitions of each variant, the range of the rates, and the ratios."""
+    """The median of each figure over the repetitions of each variant, the range of the rates, and what follows."""
     groups: dict[tuple[str, str], list[Line]] = {}
     for line in lines:
         groups.setdefault((line["scenario"], line["variant"]), []).append(line)
-    rows = [["scenario", "variant", *COLUMNS, "lowest-highest jobs_per_s"]]
+    columns = COLUMNS | {
+        name: form for name, form in RARE_COLUMNS.items() if any(line[name] is not None for line in lines)
+    }
+    medians = {place: _medians(group) for place, group in groups.items()}
+    rows = [["scenario", "variant", *columns, "lowest-highest jobs_per_s"]]
     for (scenario, variant), group in groups.items():
         rates = [line["jobs_per_s"] for line in group]
-        figures = [_median(group, name, form) for name, form in COLUMNS.items()]
+        found = medians[scenario, variant]
+        figures = [format(found[name], form) if name in found else "-" for name, form in columns.items()]
         rows.append([scenario, variant, *figures, f"{min(rates):,.0f}-{max(rates):,.0f}"])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = [
@@ -55,23 +67,18 @@ def make_table(lines: Sequence[Line]) -> str:
         ).rstrip()
         for row in rows
     ]
-    return "\n".join([*table, *_ratios(groups)])
+    return "\n".join([*table, *_sentences(medians)])
 
 
-def _median(group: Iterable[Line], name: str, form: str) -> str:
-    known = [line[name] for line in group if line[name] is not None]
-    return format(median(known), form) if known else "-"
+def _medians(group: Sequence[Line]) -> dict[str, float]:
+    known = {name: [line[name] for line in group if line[name] is not None] for name in FIGURES}
+    return {name: median(values) for name, values in known.items() if values}
 
 
-def _ratios(groups: Mapping[tuple[str, str], Sequence[Line]]) -> Iterable[str]:
-    if known := [line["ratio"] for line in groups.get(("insert", "single"), ()) if line["ratio"] is not None]:
-        yield f"insert: single runs at {median(known):.1%} of bare (median of the ratios within each repetition)"
-    for (scenario, variant), group in groups.items():
-        reference = variant.removesuffix("-on") + "-off"
-        without = groups.get((scenario, reference))
-        if scenario == "producers" and variant.endswith("-on") and without:
-            share = median(x["jobs_per_s"] for x in group) / median(x["jobs_per_s"] for x in without)
-            yield f"producers: {variant} runs at {share:.1%} of {reference} (ratio of the medians)"
+def _sentences(medians: Mapping[tuple[str, str], Mapping[str, float]]) -> Iterator[str]:
+    for scenario in dict.fromkeys(scenario for scenario, _ in medians):
+        own = {variant: figures for (name, variant), figures in medians.items() if name == scenario}
+        yield from (f"{scenario}: {sentence}" for sentence in SCENARIOS[scenario].conclude(own))
 
 
 def describe(facts: Mapping[str, Any]) -> str:

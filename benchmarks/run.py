@@ -61,12 +61,15 @@ def _run(
     jobs: int,
     duration: float | None,
     threads: int,
-    repeat: int,
+    repeat: int | None,
     facts: dict[str, Any],
 ) -> Iterator[dict[str, Any]]:
     pgbench = find_pgbench(place.binaries) if any(SCENARIOS[name].needs_pgbench for name, _ in targets) else None
-    for repetition in range(1, repeat + 1):
+    repeats = {name: repeat or SCENARIOS[name].repeat for name, _ in targets}
+    for repetition in range(1, max(repeats.values()) + 1):
         for name, variant in targets:
+            if repetition > repeats[name]:
+                continue
             scenario = SCENARIOS[name]
             seconds = scenario.duration if duration is None else duration
             with place.database() as database:
@@ -76,7 +79,7 @@ def _run(
                 except BenchmarkError as error:
                     raise BenchmarkError(f"{name}:{variant}, repetition {repetition}: {error}") from error
             for result in results:
-                _say(f"{name}:{result.variant} {repetition}/{repeat}: {result.jobs_per_s:,.0f} jobs/s")
+                _say(f"{name}:{result.variant} {repetition}/{repeats[name]}: {result.jobs_per_s:,.0f} jobs/s")
                 yield make_line(name, repetition, result, facts)
 
 
@@ -100,10 +103,10 @@ def _terminated_in_order() -> Iterator[None]:
 
 @click.command(help=__doc__.replace("\n    insert", "\n\b\n    insert"), context_settings={"max_content_width": 120})
 @click.argument("scenarios", nargs=-1, required=True, metavar="SCENARIO[:VARIANT]...")
-@click.option("--repeat", type=click.IntRange(1), default=3, show_default=True, help="Repetitions of each.")
-@click.option("--jobs", type=click.IntRange(100), default=200_000, show_default=True, help="Jobs of insert and drain.")
-@click.option("--duration", type=click.FloatRange(0.1, 3600), help="Seconds of latency (20) and producers (5).")
-@click.option("--threads", type=click.IntRange(1), default=4, show_default=True, help="Threads of the worker process.")
+@click.option("--repeat", type=click.IntRange(1), help="Repetitions of each (3; see benchmarks/README.md).")
+@click.option("--jobs", type=click.IntRange(100), default=200_000, show_default=True, help="Jobs, or what they go by.")
+@click.option("--duration", type=click.FloatRange(0.1, 86400), help="Seconds of those that go by time (5 to 600).")
+@click.option("--threads", type=click.IntRange(1), default=4, show_default=True, help="Threads of a worker process.")
 @click.option("--database", metavar="URL", help="A server's, of somebody who may create databases and checkpoint.")
 @click.option("--pg", type=click.Choice(["system", "embedded"]), help="Whose programs the private server runs.")
 @click.option("--checksums", is_flag=True, help="Have the private server keep checksums of its pages.")
@@ -111,7 +114,7 @@ def _terminated_in_order() -> Iterator[None]:
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Append the lines of JSON to this file.")
 def main(
     scenarios: tuple[str, ...],
-    repeat: int,
+    repeat: int | None,
     jobs: int,
     duration: float | None,
     threads: int,

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from benchmarks.compare import Medians
 from benchmarks.record import Plan, Result
 from benchmarks.scenarios import drain, insert, latency, producers
+
+
+def _nothing(medians: Medians) -> Iterable[str]:
+    return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,16 +24,22 @@ class Scenario:
     variants: tuple[str, ...]
     """Each is a repetition of its own; taken in turn."""
     duration: float = 0.0
-    """Seconds of producing unless told otherwise; 0: it goes by a number of jobs."""
+    """Seconds of measuring unless told otherwise; 0: it goes by a number of jobs."""
+    repeat: int = 3
+    """Repetitions unless told otherwise; 1: its variants take turns within one."""
+    conclude: Callable[[Medians], Iterable[str]] = _nothing
+    """What its figures say beside one another, in sentences."""
     needs_pgbench: bool = False
     """Whether its producers are pgbench."""
 
 
 SCENARIOS: Mapping[str, Scenario] = MappingProxyType(
     {
-        "insert": Scenario(insert.run, insert.VARIANTS),
+        "insert": Scenario(insert.run, insert.VARIANTS, conclude=insert.conclude),
         "drain": Scenario(drain.run, drain.VARIANTS),
         "latency": Scenario(latency.run, latency.VARIANTS, duration=20.0),
-        "producers": Scenario(producers.run, producers.VARIANTS, duration=5.0, needs_pgbench=True),
+        "producers": Scenario(
+            producers.run, producers.VARIANTS, duration=5.0, needs_pgbench=True, conclude=producers.conclude
+        ),
     }
 )

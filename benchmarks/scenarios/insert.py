@@ -14,6 +14,7 @@ import psycopg
 import awa
 from awa.storage.migrate import migrate
 from awa.storage.schema import Schema
+from benchmarks.compare import Medians
 from benchmarks.observer import Observer
 from benchmarks.processes import WorkerProcess
 from benchmarks.record import Plan, Result, percentiles
@@ -58,6 +59,12 @@ def run(plan: Plan) -> list[Result]:
             worker.stop()
         observer.check_every_job_ran(inserted)
     return results
+
+
+def conclude(medians: Medians) -> Iterator[str]:
+    """What the client costs beside the bare statement."""
+    if (ratio := medians.get("single", {}).get("ratio")) is not None:
+        yield f"single runs at {ratio:.1%} of bare (median of the ratios within each repetition)"
 
 
 def _copy(plan: Plan, client: awa.Client, observer: Observer) -> tuple[int, list[Result]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from awa.registry import Registry
 from awa.storage import jobs
 from awa.storage.migrate import migrate
 from awa.storage.schema import Schema
+from benchmarks.compare import Medians, compare
 from benchmarks.observer import Observer
 from benchmarks.processes import WorkerProcess, clean_environment
 from benchmarks.record import BenchmarkError, Plan, Result, percentiles
@@ -48,6 +50,13 @@ def run(plan: Plan) -> list[Result]:
         costs = before.per_job(observer.counters(), warm_up + inserted)
         observer.check_every_job_ran(warm_up + inserted)
     return [Result(plan.variant, inserted, rate, **percentiles(times), **costs)]
+
+
+def conclude(medians: Medians) -> Iterator[str]:
+    """What the bell costs, by the number of connections."""
+    for variant in VARIANTS:
+        if variant.endswith("-on"):
+            yield from compare(medians, variant, variant.removesuffix("-on") + "-off", "jobs_per_s")
 
 
 def values() -> dict[str, object]:
