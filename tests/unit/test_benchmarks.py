@@ -26,6 +26,7 @@ from benchmarks.repetition import measure
 from benchmarks.report import make_line, make_table
 from benchmarks.run import parse_targets
 from benchmarks.scenarios import SCENARIOS, insert, latency, producers
+from benchmarks.scenarios.claiming import BATCH, Claiming
 from benchmarks.scenarios.tasks import noop
 from benchmarks.server import find_pgbench, find_place
 from tests.fixtures.db import wait_until
@@ -251,7 +252,41 @@ def test_a_repetition_that_takes_too_long_is_ended_with_its_worker(server: Serve
         wait_until(lambda: others() == 0)
 
 
+def test_a_claim_that_leaves_out_an_older_job_fails_the_check(database: str) -> None:
+    with Claiming(database, "q") as claiming:
+        claiming.load(50)
+        claiming.step()
+        claiming.check()
+        # a job of another transaction, far behind in order, in the place of one that was claimed
+        with psycopg.connect(database, autocommit=True) as conn:
+            claiming.load(1)
+            conn.execute("UPDATE awa.jobs SET xid = '3' WHERE entry_id = (SELECT max(entry_id) FROM awa.jobs)")
+        with pytest.raises(
+            BenchmarkError, match=rf"the {21 * BATCH} oldest should have been claimed .* {21 * BATCH - 1}\)"
+        ):
+            claiming.check()
+
+
+def test_a_claim_that_brings_too_few_is_reported(database: str) -> None:
+    with Claiming(database, "q") as claiming, psycopg.connect(database, autocommit=True) as conn:
+        conn.execute("SELECT pg_advisory_lock(hashtextextended('awa.queue:q', 0))")
+        with pytest.raises(BenchmarkError, match="brought 0: another claimer held it"):
+            claiming.step()
+
+
 # --- that like is compared with like
+
+
+def test_a_step_leaves_as_many_waiting_as_there_were(database: str) -> None:
+    with Claiming(database, "q") as claiming, psycopg.connect(database, autocommit=True) as conn:
+        claiming.load(70)
+        for _ in range(3):
+            claiming.step()
+        claiming.step(is_counted=False)
+        open_jobs = "SELECT (SELECT count(*) FROM awa.jobs) - sum(cardinality(idx)) FROM awa.completions"
+        assert conn.execute(open_jobs).fetchone() == (70,)
+        claim, insert = claiming.results("70")
+    assert (claim.variant, claim.jobs, insert.variant, insert.jobs) == ("claim-70", 300, "insert-70", 6)
 
 
 def test_the_references_insert_the_same_row_as_the_client(server: Server, database: str, tmp_path: Path) -> None:
