@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from benchmarks.compare import Medians
 from benchmarks.record import Plan, Result
-from benchmarks.scenarios import backlog, drain, insert, latency, producers
+from benchmarks.scenarios import backlog, drain, inflight, insert, latency, producers
 
 
 def _nothing(medians: Medians) -> Iterable[str]:
@@ -42,5 +42,6 @@ SCENARIOS: Mapping[str, Scenario] = MappingProxyType(
             producers.run, producers.VARIANTS, duration=5.0, needs_pgbench=True, conclude=producers.conclude
         ),
         "backlog": Scenario(backlog.run, backlog.VARIANTS, duration=150.0, repeat=1, conclude=backlog.conclude),
+        "inflight": Scenario(inflight.run, inflight.VARIANTS, duration=90.0, repeat=1, conclude=inflight.conclude),
     }
 )

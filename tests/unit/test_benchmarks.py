@@ -25,7 +25,7 @@ from benchmarks.record import BenchmarkError, Plan, Result, percentiles
 from benchmarks.repetition import measure
 from benchmarks.report import make_line, make_table
 from benchmarks.run import parse_targets
-from benchmarks.scenarios import SCENARIOS, insert, latency, producers
+from benchmarks.scenarios import SCENARIOS, inflight, insert, latency, producers
 from benchmarks.scenarios.claiming import BATCH, Claiming
 from benchmarks.scenarios.tasks import noop
 from benchmarks.server import find_pgbench, find_place
@@ -287,6 +287,22 @@ def test_a_step_leaves_as_many_waiting_as_there_were(database: str) -> None:
         assert conn.execute(open_jobs).fetchone() == (70,)
         claim, insert = claiming.results("70")
     assert (claim.variant, claim.jobs, insert.variant, insert.jobs) == ("claim-70", 300, "insert-70", 6)
+
+
+def test_the_others_have_written_and_are_open(database: str) -> None:
+    count = (
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND backend_xid IS NOT NULL"
+        " AND state = 'idle in transaction'"
+    )
+    with psycopg.connect(database, autocommit=True) as conn, inflight.Others(database) as others:
+        conn.execute(inflight.TABLE)
+        found = [conn.execute(count).fetchone()]
+        for change in (others.begin, others.move, others.end):
+            change()
+            found.append(conn.execute(count).fetchone())
+        assert found == [(0,), (100,), (100,), (0,)]
+        queues = conn.execute("SELECT count(DISTINCT queue), count(*) FROM awa.jobs").fetchone()
+        assert queues == (50, 51)
 
 
 def test_the_references_insert_the_same_row_as_the_client(server: Server, database: str, tmp_path: Path) -> None:
