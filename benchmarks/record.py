@@ -57,6 +57,8 @@ class Result:
     """Row versions left for vacuum."""
     ratio: float | None = None
     """Rate divided by the reference's in the same repetition."""
+    share_spread: float | None = None
+    """Of several worker processes: jobs of the busiest one divided by those of the least busy one."""
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:

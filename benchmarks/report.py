@@ -29,7 +29,9 @@ COLUMNS = {
 }
 """The figures of the table, and how they are written."""
 
-RARE_COLUMNS: dict[str, str] = {}
+RARE_COLUMNS = {
+    "share_spread": ".2f",
+}
 """Those that have a column only when some line has one."""
 
 

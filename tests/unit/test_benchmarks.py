@@ -25,7 +25,7 @@ from benchmarks.record import BenchmarkError, Plan, Result, percentiles
 from benchmarks.repetition import measure
 from benchmarks.report import make_line, make_table
 from benchmarks.run import parse_targets
-from benchmarks.scenarios import SCENARIOS, inflight, insert, latency, producers
+from benchmarks.scenarios import SCENARIOS, fleet, inflight, insert, latency, producers
 from benchmarks.scenarios.claiming import BATCH, Claiming
 from benchmarks.scenarios.tasks import noop
 from benchmarks.server import find_pgbench, find_place
@@ -197,7 +197,10 @@ def test_a_worker_that_cannot_start_is_reported(server: Server, empty_database: 
 
 @pytest.mark.parametrize(
     ("scenario", "variant"),
-    [("insert", "copy"), ("insert", "single"), ("drain", "noop"), ("latency", "paced"), ("producers", "16-off")],
+    [
+        *(("insert", "copy"), ("insert", "single"), ("drain", "noop"), ("latency", "paced"), ("producers", "16-off")),
+        *(("fleet", "4"),),
+    ],
 )
 def test_a_scenario_gives_no_figure_when_a_job_has_not_run(
     scenario: str, variant: str, server: Server, database: str, monkeypatch: pytest.MonkeyPatch
@@ -275,6 +278,30 @@ def test_a_claim_that_brings_too_few_is_reported(database: str) -> None:
 
 
 # --- that like is compared with like
+
+
+def test_a_share_is_what_a_process_did_while_all_had_work(database: str, observer: Observer) -> None:
+    rows = [  # runtime, seconds of the claim and of its completion, jobs
+        (1, 0, 1, 9),  # before the last process has begun
+        (1, 1, 3, 4),
+        (1, 9, 11, 9),  # after the last claim
+        (2, 2, 10, 3),
+        (2, 3, 4, 1),
+    ]
+    with psycopg.connect(database, autocommit=True) as conn:
+        for claim_id, (runtime, claimed, completed, jobs) in enumerate(rows, start=1):
+            conn.execute(
+                "INSERT INTO awa.claims"
+                " (claim_id, runtime, claimed_at, nonce, slot, lane, queue, frontier, entry_ids, xids)"
+                " VALUES (%s, %s, to_timestamp(%s), 1, 0, 5, 'q', '{}', %s, '{}')",
+                (claim_id, runtime, claimed, list(range(jobs))),
+            )
+            conn.execute(
+                "INSERT INTO awa.completions (claim_id, flush, completed_at, slot, idx, elapsed_ms)"
+                " VALUES (%s, 1, to_timestamp(%s), 0, %s, '{}')",
+                (claim_id, completed, list(range(1, jobs + 1))),
+            )
+    assert observer.ask(fleet.SHARES) == (7.0, [1, 4])
 
 
 def test_a_step_leaves_as_many_waiting_as_there_were(database: str) -> None:
