@@ -73,9 +73,11 @@ class Observer:
     Args:
         admin: Connection string of another database of its server.
         database: The one to look at.
+        guests: How many connections to it stay open all the time, and do nothing that is counted.
     """
 
-    def __init__(self, admin: str, database: str) -> None:
+    def __init__(self, admin: str, database: str, *, guests: int = 0) -> None:
+        self._guests = guests
         self._database = database
         self._name = {"name": conninfo_to_dict(database)["dbname"]}
         self._admin = psycopg.connect(admin, autocommit=True)
@@ -152,7 +154,8 @@ class Observer:
             )
 
     def _settled(self, read: Callable[[], int], *, others: int) -> int:
-        """What *read* gives when at most *others* backends are left, which are the harness's, and it stands still."""
+        """What *read* gives when besides the guests at most *others* are left, the harness's, and it stands still."""
+        others += self._guests
         deadline = time.monotonic() + QUIET
         while (left := int(_one(self._admin, BACKENDS, self._name)[0])) > others:
             if time.monotonic() > deadline:

@@ -29,11 +29,20 @@ SPAN = """
 
 
 def run(plan: Plan) -> list[Result]:
-    """Insert, then have one worker process run everything; check that it did."""
+    """Drain a fresh database."""
     migrate(plan.database, Schema())
+    return [drain(plan)]
+
+
+def drain(plan: Plan, *, guests: int = 0) -> Result:
+    """Insert, then have one worker process run everything; check that it did.
+
+    Args:
+        guests: How many connections to the database the caller keeps open meanwhile.
+    """
     warm_up = min(WARM_UP, plan.jobs)
     client = awa.Client(plan.database)
-    with Observer(plan.admin, plan.database) as observer:
+    with Observer(plan.admin, plan.database, guests=guests) as observer:
         client.insert_many_copy(noop.bind(n) for n in range(warm_up))
         with WorkerProcess(plan) as worker:
             observer.wait_completed(warm_up, check=worker.check)
@@ -50,4 +59,4 @@ def run(plan: Plan) -> list[Result]:
         seconds, measured = observer.ask(SPAN)
     if measured != plan.jobs:
         raise BenchmarkError(f"the measured worker completed {measured} of {plan.jobs} jobs, the warm-up the others")
-    return [Result("noop", plan.jobs, plan.jobs / seconds, **costs)]
+    return Result(plan.variant, plan.jobs, plan.jobs / seconds, **costs)
