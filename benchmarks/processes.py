@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -54,6 +55,15 @@ class WorkerProcess:
         """Raise BenchmarkError when the worker has ended by itself."""
         if (code := self._process.poll()) is not None:
             raise BenchmarkError(f"the worker ended with exit code {code}:\n{self._said()}")
+
+    def rss_mb(self) -> float | None:
+        """Megabytes of memory that are the worker's own, not the system's or a file's; None where nobody tells."""
+        try:
+            status = Path(f"/proc/{self._process.pid}/status").read_text(encoding="ascii", errors="replace")
+        except OSError:
+            return None
+        found = re.search(r"^RssAnon:\s+(\d+) kB", status, re.MULTILINE)
+        return round(int(found[1]) / 1024, 1) if found else None
 
     def stop(self) -> None:
         """End the worker in good order.

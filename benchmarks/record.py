@@ -59,6 +59,10 @@ class Result:
     """Rate divided by the reference's in the same repetition."""
     share_spread: float | None = None
     """Of several worker processes: jobs of the busiest one divided by those of the least busy one."""
+    rss_mb: float | None = None
+    """Memory of the worker process that is its own, not the system's or a file's, at the end."""
+    database_mb: float | None = None
+    """Size of the database at the end."""
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:

@@ -29,9 +29,7 @@ COLUMNS = {
 }
 """The figures of the table, and how they are written."""
 
-RARE_COLUMNS = {
-    "share_spread": ".2f",
-}
+RARE_COLUMNS = {"share_spread": ".2f", "rss_mb": ",.1f", "database_mb": ",.1f"}
 """Those that have a column only when some line has one."""
 
 

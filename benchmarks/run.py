@@ -1,9 +1,14 @@
-"""Measure awa: ``python -m benchmarks.run insert drain latency producers``.
+"""Measure awa: ``python -m benchmarks.run insert drain latency producers backlog inflight fleet snapshot soak``.
 
     insert      COPY, batches of 1,000, single inserts and beside them a bare INSERT of the same row
     drain       one worker process and a backlog of no-op jobs: first claim to last durable completion
     latency     100 single inserts a second: from before the call to the start of the handler
     producers   1, 16 and 64 connections inserting singly beside a busy worker, with and without notifications
+    backlog     claims and inserts beside 0, 100 thousand, a million and ten million waiting jobs
+    inflight    claims and inserts beside no and a hundred open transactions
+    fleet       1, 4 and 16 worker processes on one queue: the rate, and how it is shared
+    snapshot    draining alone, under an old snapshot, beside an open transaction that has written
+    soak        ten minutes at 70 % of the peak with a turn of the ring every ten seconds, minute by minute
 
 ``SCENARIO:VARIANT`` measures one variant: ``insert:copy``, ``producers:64-on producers:64-off``. Each repetition is a
 fresh process on a fresh database; the repetitions of everything asked for are interleaved, so that a slow minute of the

@@ -25,9 +25,9 @@ from benchmarks.record import BenchmarkError, Plan, Result, percentiles
 from benchmarks.repetition import measure
 from benchmarks.report import make_line, make_table
 from benchmarks.run import parse_targets
-from benchmarks.scenarios import SCENARIOS, fleet, inflight, insert, latency, producers
+from benchmarks.scenarios import SCENARIOS, fleet, inflight, insert, latency, producers, soak
 from benchmarks.scenarios.claiming import BATCH, Claiming
-from benchmarks.scenarios.tasks import noop
+from benchmarks.scenarios.tasks import mark, noop
 from benchmarks.server import find_pgbench, find_place
 from tests.fixtures.db import wait_until
 
@@ -118,6 +118,39 @@ def test_the_private_server_syncs_and_leaves_nothing(server: Server, tmp_path: P
     assert not host.exists() and not host.parent.exists()
 
 
+@pytest.mark.slow
+def test_the_scenarios_at_scale_give_a_line_for_each_level(server: Server) -> None:
+    command = [sys.executable, "-m", "benchmarks.run", "backlog", "inflight", "fleet:1", "snapshot", "soak"]
+    command += ["--jobs", "2000", "--duration", "0.5", "--threads", "2", "--repeat", "1", "--json"]
+    command += ["--database", server.url("postgres")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    levels = ["0", "1000", "10000", "100000", "beside-100000"]
+    assert [(line["scenario"], line["variant"]) for line in lines] == [
+        *(("backlog", f"{what}-{level}") for level in levels for what in ("claim", "insert")),
+        *(("inflight", f"{what}-{level}") for level in ("0", "100", "100-moving") for what in ("claim", "insert")),
+        ("fleet", "1"),
+        ("snapshot", "alone"),
+        ("snapshot", "snapshot"),
+        ("snapshot", "writing"),
+        ("soak", "peak"),
+        ("soak", "minute-01"),
+    ]
+    for line in lines:
+        assert line["jobs"] > 0 and line["jobs_per_s"] > 0
+        timed = [line["p50_ms"], line["p95_ms"], line["p99_ms"]]
+        if line["scenario"] in ("fleet", "snapshot") or line["variant"] == "peak":
+            assert timed == [None] * 3
+        else:
+            assert 0 < timed[0] <= timed[1] <= timed[2]
+        assert (line["database_mb"] is not None) == (line["variant"] == "minute-01")
+    assert lines[-1]["rss_mb"] > 5 and lines[-1]["database_mb"] > 5 and lines[-1]["wal_bytes_per_job"] > 50
+    with psycopg.connect(server.url("postgres")) as conn:
+        left = conn.execute("SELECT datname FROM pg_database WHERE datname LIKE 'awa_benchmark%'").fetchall()
+    assert left == []
+
+
 # --- what is counted
 
 
@@ -159,6 +192,35 @@ def test_the_table_shows_medians_and_ratios() -> None:
     assert table[2].split()[:4] == ["producers", "64-on", "1,000", "700"]
     assert "single runs at 70.0% of bare" in table[4]
     assert table[5] == "producers: 64-on: jobs_per_s is 70.0% of 64-off"
+    assert "rss_mb" not in table[0]
+
+
+def test_the_table_says_what_the_levels_are_beside_one_another() -> None:
+    def line(scenario: str, variant: str, **figures: float) -> dict[str, Any]:
+        return make_line(scenario, 1, Result(variant, 1000, figures.pop("rate", 1.0), **figures), FACTS)
+
+    lines = [line("backlog", f"claim-{level}", p50_ms=1.0, p99_ms=4.0) for level in ("0", "100", "1000")]
+    lines += [line("backlog", "claim-10000", p50_ms=1.1, p99_ms=8.0), line("backlog", "claim-beside-10000", p50_ms=0.9)]
+    lines += [line("inflight", f"insert-{level}", p50_ms=ms) for level, ms in (("0", 2.0), ("100", 3.0))]
+    lines += [line("fleet", "1", rate=1000), line("fleet", "16", rate=700, share_spread=1.5)]
+    lines += [line("snapshot", "alone", rate=100), line("snapshot", "writing", rate=98)]
+    lines += [line("soak", f"minute-{n:02}", rss_mb=10.0 * n, p50_ms=5.0) for n in range(1, 13)]
+    table = make_table(lines)
+    assert [column for column in ("share_spread", "rss_mb", "database_mb") if column in table.splitlines()[0]] == [
+        "share_spread",
+        "rss_mb",
+    ]
+    assert table.splitlines()[1 + len(lines) :] == [
+        "backlog: claim-10000: p50_ms is 110.0% of claim-100 (goal: at most 120%)",
+        "backlog: claim-10000: p99_ms is 200.0% of claim-100 (goal: at most 150%)",
+        "backlog: claim-beside-10000: p50_ms is 90.0% of claim-0",
+        "inflight: insert-100: p50_ms is 150.0% of insert-0",
+        "fleet: 16: jobs_per_s is 70.0% of 1 (goal: at least 60%)",
+        "fleet: 16: the largest share is 1.50 times the smallest (goal: at most 2)",
+        "snapshot: writing: jobs_per_s is 98.0% of alone (goal: at least 95%)",
+        "soak: minute-12: p50_ms is 100.0% of minute-02",
+        "soak: minute-12: rss_mb is 600.0% of minute-02",
+    ]
 
 
 # --- that every job ran
@@ -278,6 +340,38 @@ def test_a_claim_that_brings_too_few_is_reported(database: str) -> None:
         conn.execute("SELECT pg_advisory_lock(hashtextextended('awa.queue:q', 0))")
         with pytest.raises(BenchmarkError, match="brought 0: another claimer held it"):
             claiming.step()
+
+
+@pytest.mark.parametrize(("change", "complaint"), [(1, "1 several times"), (-1, "1 never ran")])
+def test_a_soak_counts_each_job(
+    change: int, complaint: str, server: Server, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = soak.Soak.check
+
+    def check_after_a_change(self: soak.Soak) -> None:
+        check(self)
+        self._marks[7] += change
+        check(self)
+
+    monkeypatch.setattr(soak.Soak, "check", check_after_a_change)
+    with pytest.raises(BenchmarkError, match=complaint):
+        SCENARIOS["soak"].run(make_plan(server, database, "soak", "70", duration=0.5))
+
+
+def test_a_soak_does_not_take_an_open_job_for_an_ended_one(
+    server: Server, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = WorkerProcess.stop
+
+    def stop_and_insert(self: WorkerProcess) -> None:
+        stop(self)
+        client = awa.Client(database)
+        client.insert(mark.bind(0))
+        client.close()
+
+    monkeypatch.setattr(WorkerProcess, "stop", stop_and_insert)
+    with pytest.raises(BenchmarkError, match="are left with"):
+        SCENARIOS["soak"].run(make_plan(server, database, "soak", "70", duration=0.5))
 
 
 # --- that like is compared with like
