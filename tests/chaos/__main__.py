@@ -1,0 +1,45 @@
+"""Chaos: ``python -m tests.chaos --minutes 2 --seed 7``.
+
+Producers of every kind insert, workers work, and all of it is killed, frozen, cut off and crashed at random. At the
+end nothing may be lost, recorded twice, or written by a stale worker. Exits with 1 and the offending ids otherwise.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+from types import FrameType
+
+import click
+import orjson
+
+from tests.chaos.run import run
+
+
+@click.command(help=__doc__, context_settings={"max_content_width": 120})
+@click.option("--minutes", type=click.FloatRange(0.1, 600), default=1.0, show_default=True, help="Of torment.")
+@click.option("--seed", type=int, help="Of all random choices; by default one that is printed.")
+@click.option("--pg", type=click.Choice(["system", "embedded"]), default="system", show_default=True)
+@click.option("--workers", type=click.IntRange(1, 32), default=4, show_default=True, help="Worker processes.")
+@click.option("--keep", is_flag=True, help="Leave the stopped server, journals and logs.")
+@click.option("--json", "is_json", is_flag=True, help="Print the report as one line of JSON.")
+def main(minutes: float, seed: int | None, pg: str, workers: int, keep: bool, is_json: bool) -> None:
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+    report = run(
+        seed=random.randrange(10**6) if seed is None else seed,
+        seconds=minutes * 60,
+        pg=pg,
+        workers=workers,
+        keep=keep,
+        tell=lambda text: click.echo(text, err=True),
+    )
+    click.echo(orjson.dumps(report.as_dict()) if is_json else str(report))
+    sys.exit(0 if report.is_clean else 1)
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m tests.chaos")

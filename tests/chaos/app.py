@@ -1,0 +1,118 @@
+"""The application whose workers are tormented: ``python -m awa.worker tests.chaos.app:client``.
+
+What a handler does is decided by the seed, its job's mark and its entry, so it differs between attempts.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+from psycopg import IsolationLevel
+
+import awa
+from awa import Cancel, RetryAfter, Snooze, StaleAttempt
+from tests.chaos.journal import Journal
+from tests.chaos.plan import Plan
+
+PLAN = Plan.of_this_process()
+NUMBER = os.environ["CHAOS_WORKER"]
+
+client = awa.Client()
+
+_journal = Journal(PLAN.directory / f"worker-{NUMBER}-{os.getpid()}.journal")
+_numbers = count(1)
+_AGAIN = awa.fixed(0.2, jitter=0.5)
+
+
+@contextmanager
+def running(mark: int) -> Iterator[tuple[awa.Job[Any], random.Random]]:
+    """Notes the begin and the end of a handler; gives its job and its random choices."""
+    job = awa.current_job()
+    number = next(_numbers)
+    _journal.note(run="begun", number=number, job=job.id, entry=job.entry_id, mark=mark, at=time.time())
+    try:
+        yield job, PLAN.random(mark, job.entry_id)
+    except StaleAttempt:
+        _journal.note(run="stale", number=number)
+        raise
+    finally:
+        _journal.note(run="ended", number=number, at=time.time())
+
+
+@client.task(kind="nothing", retry=_AGAIN)
+def nothing(mark: int, pad: str = "") -> None:
+    with running(mark):
+        pass
+
+
+@client.task(kind="nap", retry=_AGAIN)
+def nap(mark: int, pad: str = "") -> None:
+    with running(mark) as (_, chance):
+        time.sleep(chance.uniform(0.001, 0.03))
+
+
+@client.task(kind="slow", retry=_AGAIN)
+def slow(mark: int, pad: str = "") -> None:
+    with running(mark) as (_, chance):
+        time.sleep(chance.uniform(2.0, 4.0))
+
+
+@client.task(kind="flaky", retry=_AGAIN)
+def flaky(mark: int, pad: str = "") -> None:
+    with running(mark) as (job, chance):
+        if chance.random() < 0.5:
+            raise ValueError(f"attempt {job.attempt} of job {job.id} was to fail")
+
+
+@client.task(kind="changeable", retry=_AGAIN)
+def changeable(mark: int, pad: str = "") -> awa.Outcome | None:
+    with running(mark) as (_, chance):
+        later = chance.choice([0.0, chance.uniform(0.0, 1.0)])
+        return chance.choice([None, Snooze(later), RetryAfter(later), Cancel("was to be cancelled")])
+
+
+@client.task(kind="effect", retry=_AGAIN)
+def effect(mark: int, pad: str = "") -> None:
+    """Completes inside its own transaction; its row must be there exactly once if the job is completed, else not."""
+    with running(mark) as (job, chance):
+        with client.connection() as conn:
+            conn.isolation_level = chance.choice([None, *IsolationLevel])
+            try:
+                with conn.transaction():
+                    conn.execute("INSERT INTO app.effects VALUES (%s, %s)", [mark, job.entry_id])
+                    _sometimes_sleep(chance)
+                    job.complete(conn)
+                    _sometimes_sleep(chance)
+                    if chance.random() < 0.05:
+                        raise ValueError("was to fail after complete, before the commit")
+            finally:
+                if not conn.closed:
+                    conn.isolation_level = None
+        if chance.random() < 0.05:
+            raise ValueError("was to fail after the commit")
+
+
+def _sometimes_sleep(chance: random.Random) -> None:
+    if chance.random() < 0.1:
+        time.sleep(chance.uniform(0.0, 2.0))
+
+
+@client.task(kind="deadly", retry=_AGAIN)
+def deadly(mark: int, pad: str = "") -> None:
+    with running(mark):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if NUMBER == "0":  # a kind that the others set aside
+
+    @client.task(kind="rare", retry=_AGAIN)
+    def rare(mark: int, pad: str = "") -> None:
+        with running(mark) as (_, chance):
+            time.sleep(chance.uniform(0.0, 0.01))

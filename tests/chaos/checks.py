@@ -1,0 +1,228 @@
+"""What must hold when everything has ended: each check lists what breaks it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from psycopg import Connection
+
+SHOWN = 10
+"""Most violations of a check that are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One promise."""
+
+    name: str
+    """What is counted; it must be none."""
+    query: str
+    """Gives one column of text per violation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a check found."""
+
+    name: str
+    """Of the check."""
+    count: int
+    """Violations."""
+    shown: list[str]
+    """The first of them."""
+
+
+CHECKS = (
+    Check(
+        "acknowledged and lost",
+        """
+        SELECT format('mark %s (%s)', i.mark, i.way)
+          FROM ledger.intents i
+         WHERE i.is_meant AND i.fate = 'committed' AND NOT EXISTS (SELECT FROM a_job j WHERE j.mark = i.mark)
+        """,
+    ),
+    Check(
+        "never ended",
+        """
+        SELECT format('job %s, mark %s', j.job, j.mark)
+          FROM a_job j
+         WHERE NOT EXISTS (SELECT FROM a_final f WHERE f.job = j.job)
+        """,
+    ),
+    Check(
+        "ended twice",
+        "SELECT format('job %s: %s', job, string_agg(state, ', ')) FROM a_final GROUP BY job HAVING count(*) > 1",
+    ),
+    Check(
+        "attempts never ended",
+        """
+        SELECT format('entry %s of job %s', e.entry_id, e.job)
+          FROM ledger.entries e
+         WHERE NOT EXISTS (SELECT FROM ledger.ends x WHERE x.entry_id = e.entry_id)
+        """,
+    ),
+    Check(
+        "attempts ended twice",
+        """
+        SELECT format('entry %s: %s', entry_id, string_agg(format('%s of claim %s', outcome, claim_id), ', '))
+          FROM ledger.ends GROUP BY entry_id HAVING count(*) > 1
+        """,
+    ),
+    Check(
+        "attempts claimed twice",
+        """
+        SELECT format('entry %s in claims %s', m, string_agg(claim_id::text, ', '))
+          FROM ledger.claims CROSS JOIN LATERAL unnest(entry_ids) m GROUP BY m HAVING count(*) > 1
+        """,
+    ),
+    Check(
+        "ends of nothing",
+        """
+        SELECT format('%s of entry %s, claim %s', x.outcome, x.entry_id, x.claim_id)
+          FROM ledger.ends x
+         WHERE NOT EXISTS (SELECT FROM ledger.entries e WHERE e.entry_id = x.entry_id)
+            OR (x.claim_id IS NOT NULL AND x.outcome <> 'set_aside'
+                AND NOT EXISTS (SELECT FROM ledger.claims c
+                                 WHERE c.claim_id = x.claim_id AND x.entry_id = ANY (c.entry_ids)))
+        """,
+    ),
+    Check(
+        "rolled back and there",
+        """
+        SELECT format('mark %s (%s), job %s', i.mark, i.way, j.job)
+          FROM ledger.intents i JOIN a_job j USING (mark)
+         WHERE NOT i.is_meant OR i.fate = 'rolled back'
+        """,
+    ),
+    Check(
+        "rolled back and run",
+        """
+        SELECT format('mark %s (%s), job %s', i.mark, i.way, r.job)
+          FROM ledger.intents i JOIN ledger.runs r USING (mark)
+         WHERE NOT i.is_meant OR i.fate = 'rolled back'
+        """,
+    ),
+    Check(
+        "run and never inserted",
+        """
+        SELECT format('job %s, mark %s', r.job, r.mark)
+          FROM ledger.runs r
+         WHERE NOT EXISTS (SELECT FROM a_job j WHERE j.job = r.job AND j.mark = r.mark)
+        """,
+    ),
+    Check(
+        "inserted twice",
+        """
+        SELECT format('mark %s: jobs %s', mark, string_agg(job::text, ', '))
+          FROM a_job GROUP BY mark HAVING count(*) > 1
+        UNION ALL
+        SELECT format('job %s has %s marks', job, marks) FROM a_job WHERE marks <> 1
+        """,
+    ),
+    Check(
+        "without the row beside it, or the other way round",
+        """
+        SELECT format('mark %s (%s): %s', i.mark, i.way, CASE WHEN o.mark IS NULL THEN 'no row' ELSE 'no job' END)
+          FROM ledger.intents i
+          LEFT JOIN a_job j USING (mark)
+          LEFT JOIN app.orders o USING (mark)
+         WHERE i.has_row AND (j.mark IS NULL) <> (o.mark IS NULL)
+        """,
+    ),
+    Check(
+        # A rescue, and a handler's own transaction that comes before it, write no flush; the attempt's unique end
+        # decides between these two.
+        "stale writes accepted",
+        """
+        SELECT format('%s of entry %s, claim %s, runtime %s', outcome, entry_id, claim_id, runtime)
+          FROM ledger.ends
+         WHERE was_gone AND (flush IS NOT NULL OR outcome NOT IN ('rescued', 'failed', 'completed'))
+        """,
+    ),
+    Check(
+        "effects not exactly once",
+        """
+        SELECT format('mark %s: %s effects of %s completed', mark, coalesce(f.n, 0), coalesce(d.n, 0))
+          FROM (SELECT mark, count(*) AS n FROM app.effects GROUP BY mark) f
+          FULL JOIN (SELECT j.mark, count(*) AS n
+                       FROM a_job j JOIN a_final t USING (job)
+                      WHERE t.state = 'completed'
+                        AND EXISTS (SELECT FROM ledger.entries e WHERE e.job = j.job AND e.kind = 'effect')
+                      GROUP BY j.mark) d USING (mark)
+         WHERE coalesce(f.n, 0) <> coalesce(d.n, 0)
+        """,
+    ),
+    Check(
+        "completed without a run",
+        """
+        SELECT format('entry %s, claim %s', x.entry_id, x.claim_id)
+          FROM ledger.ends x
+         WHERE x.outcome IN ('completed', 'retried', 'snoozed', 'cancelled')
+           AND NOT EXISTS (SELECT FROM ledger.runs r WHERE r.entry_id = x.entry_id)
+        """,
+    ),
+    Check(
+        "attempts miscounted",
+        """
+        SELECT format('job %s: attempt %s %s, then %s', job, attempt, outcome, next)
+          FROM (SELECT e.job, e.attempt, x.outcome,
+                       lead(e.attempt) OVER (PARTITION BY e.job ORDER BY e.entry_id) AS next
+                  FROM ledger.entries e
+                 CROSS JOIN LATERAL (SELECT outcome FROM ledger.ends x WHERE x.entry_id = e.entry_id LIMIT 1) x) t
+         WHERE next <> attempt + (outcome IN ('retried', 'rescued'))::integer
+            OR (next IS NOT NULL AND outcome IN ('completed', 'failed', 'cancelled'))
+        """,
+    ),
+    Check(
+        # A crash may forget a claim; its jobs are claimed again while the first handler still runs.
+        "attempts run twice without a crash between",
+        """
+        SELECT format('entry %s of job %s at %s and %s', a.entry_id, a.job, a.started_at, b.started_at)
+          FROM ledger.runs a JOIN ledger.runs b ON b.entry_id = a.entry_id
+           AND (b.started_at, b.run) > (a.started_at, a.run)
+         WHERE NOT EXISTS (SELECT FROM ledger.crashes c
+                            WHERE c.ended_at + interval '1 s' > a.started_at AND c.began_at < b.started_at)
+        """,
+    ),
+    Check(
+        "jobs run twice at a time, in two living runtimes",
+        """
+        SELECT format('job %s: entry %s at %s, entry %s at %s',
+                      a.job, a.entry_id, a.started_at, b.entry_id, b.started_at)
+          FROM ledger.runs a
+          JOIN ledger.runs b ON b.job = a.job AND b.entry_id <> a.entry_id AND b.started_at > a.started_at
+           AND b.started_at < coalesce(a.ended_at, 'infinity')
+          JOIN a_member m ON m.entry_id = a.entry_id
+         WHERE NOT EXISTS (SELECT FROM awa.gone_runtimes g
+                            WHERE g.runtime = m.runtime AND g.gone_at < b.started_at)
+           AND NOT EXISTS (SELECT FROM ledger.crashes c
+                            WHERE c.ended_at + interval '1 s' > a.started_at AND c.began_at < b.started_at)
+        """,
+    ),
+)
+
+PREPARE = """
+    CREATE TEMP TABLE a_job AS SELECT * FROM ledger.jobs;
+    CREATE TEMP TABLE a_final AS SELECT * FROM ledger.finals;
+    CREATE TEMP TABLE a_member AS
+        SELECT c.runtime, c.claim_id, m AS entry_id FROM ledger.claims c CROSS JOIN LATERAL unnest(c.entry_ids) m;
+    CREATE INDEX ON a_job (job);
+    CREATE INDEX ON a_job (mark);
+    CREATE INDEX ON a_final (job);
+    CREATE INDEX ON a_member (entry_id);
+    CREATE INDEX ON ledger.ends (entry_id);
+    CREATE INDEX ON ledger.runs (entry_id);
+    CREATE INDEX ON ledger.runs (job);
+    ANALYZE;
+"""
+"""Tables of what the views of the ledger say, so that every check finds its rows by index or by one pass."""
+
+
+def check(conn: Connection[Any]) -> Iterator[Verdict]:
+    """Check everything; once per ledger."""
+    conn.execute(PREPARE)
+    for each in CHECKS:
+        found = conn.execute(f"SELECT what, count(*) OVER () FROM ({each.query}) t(what) LIMIT {SHOWN}").fetchall()
+        yield Verdict(each.name, found[0][1] if found else 0, [row[0] for row in found])

@@ -1,0 +1,157 @@
+"""What the run inflicts on workers, producers and server, and how often."""
+
+from __future__ import annotations
+
+import heapq
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import psycopg
+from psycopg import Connection
+
+from awa.config import Settings
+from awa.embedded import Server
+from tests.chaos.crew import Crew, Member
+from tests.chaos.ledger import Crash
+from tests.chaos.server import connect, crash, kill_backend
+
+ROTATES_BY_ITSELF = "rotate_after" in Settings.__dataclass_fields__
+"""Whether the workers' maintenance rotates the ring."""
+
+
+class Faults:
+    """Does one fault after the other, each kind at its own random times.
+
+    Args:
+        chance: Decides when, whom and for how long.
+        seconds: Of the whole run, which has at least one crash of the server.
+    """
+
+    def __init__(self, crew: Crew, server: Server, chance: random.Random, seconds: float) -> None:
+        self.done: Counter[str] = Counter()
+        """How often each was inflicted."""
+        self.crashes: list[Crash] = []
+        """When the server crashed, and when it was back."""
+        self._crew = crew
+        self._server = server
+        self._chance = chance
+        self._numbers = count()
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        every: list[tuple[float, Callable[[], None]]] = [
+            (7.0, self._kill_worker),
+            (4.0, self._freeze_worker),
+            (9.0, self._restart_worker),
+            (15.0, self._kill_producer),
+            (1.5, self._terminate_backend),
+            (8.0, self._checkpoint),
+            (45.0, self._kill_backend),
+        ]
+        if not ROTATES_BY_ITSELF:
+            every.append((1.0, self._rotate))
+        for interval, fault in every:
+            self._repeat(fault, interval)
+        between = min(60.0, max(seconds, 1.0))
+        at = between * chance.uniform(0.4, 0.7)
+        while at < seconds:
+            self._at(at, self._crash)
+            at += between * chance.uniform(0.8, 1.2)
+
+    def step(self) -> float:
+        """Do what is due; returns the seconds until the next."""
+        while self._agenda and self._agenda[0][0] <= time.monotonic():
+            _, _, fault = heapq.heappop(self._agenda)
+            try:
+                fault()
+            except psycopg.Error:
+                self.done["(met no server)"] += 1
+        return self._agenda[0][0] - time.monotonic() if self._agenda else 1.0
+
+    def _at(self, seconds: float, fault: Callable[[], None]) -> None:
+        heapq.heappush(self._agenda, (time.monotonic() + seconds, next(self._numbers), fault))
+
+    def _repeat(self, fault: Callable[[], None], interval: float) -> None:
+        def again() -> None:
+            self._repeat(fault, interval)
+            fault()
+
+        self._at(self._chance.uniform(0.2, 1.8) * interval, again)
+
+    # --- processes
+
+    def _anyone(self, members: list[Member]) -> Member | None:
+        ups = [member for member in members if member.is_up]
+        return self._chance.choice(ups) if ups else None
+
+    def _send(self, members: list[Member], number: signal.Signals, what: str) -> Member | None:
+        if (member := self._anyone(members)) is not None:
+            member.signal(number)
+            self.done[what] += 1
+        return member
+
+    def _kill_worker(self) -> None:
+        self._send(self._crew.workers, signal.SIGKILL, "worker killed")
+
+    def _restart_worker(self) -> None:
+        self._send(self._crew.workers, signal.SIGTERM, "worker restarted")
+
+    def _kill_producer(self) -> None:
+        self._send(self._crew.producers, signal.SIGKILL, "producer killed")
+
+    def _freeze_worker(self) -> None:
+        seconds = self._chance.uniform(1.0, 6.0)
+        if (member := self._send(self._crew.workers, signal.SIGSTOP, "worker frozen")) is not None:
+            self._at(seconds, lambda: member.signal(signal.SIGCONT))
+
+    def thaw(self) -> None:
+        """Let everybody go on."""
+        for member in self._crew.workers:
+            member.signal(signal.SIGCONT)
+
+    # --- the server
+
+    def _connect(self) -> Connection[Any]:
+        return connect(self._server)
+
+    def _some_backend(self) -> int | None:
+        with self._connect() as conn:
+            found = conn.execute(
+                "SELECT pid FROM pg_stat_activity"
+                " WHERE backend_type = 'client backend' AND application_name <> 'chaos' ORDER BY pid"
+            ).fetchall()
+        return self._chance.choice(found)[0] if found else None
+
+    def _terminate_backend(self) -> None:
+        if (pid := self._some_backend()) is not None:
+            with self._connect() as conn:
+                conn.execute("SELECT pg_terminate_backend(%s)", [pid])
+            self.done["backend terminated"] += 1
+
+    def _kill_backend(self) -> None:
+        began = time.time()
+        if (pid := self._some_backend()) is not None and kill_backend(self._server, pid):
+            self.crashes.append((began, time.time()))
+            self.done["backend killed"] += 1
+
+    def _crash(self) -> None:
+        began = time.time()
+        crash(self._server)
+        self.crashes.append((began, time.time()))
+        self.done["server crashed"] += 1
+
+    def _checkpoint(self) -> None:
+        with self._connect() as conn:
+            conn.execute("CHECKPOINT")
+        self.done["checkpoint"] += 1
+
+    def _rotate(self) -> None:
+        with self._connect() as conn:
+            conn.execute(
+                "SELECT setval('awa.ring_seq', (pg_sequence_last_value('awa.ring_seq') + %s) %% 8)",
+                [self._chance.randint(1, 7)],
+            )
+        self.done["ring rotated"] += 1

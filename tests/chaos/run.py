@@ -1,0 +1,117 @@
+"""One run: torment for a while, let everything end, then check."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+import psycopg
+
+from awa.embedded import Server
+from awa.storage.migrate import migrate
+from awa.storage.schema import Schema
+from tests.chaos import checks, ledger
+from tests.chaos.crew import Crew, make_crew
+from tests.chaos.faults import Faults
+from tests.chaos.plan import Plan
+from tests.chaos.report import Report, count_errors, count_figures
+from tests.chaos.server import connect, kept_server
+from tests.chaos.ways import PRODUCERS
+
+DRAINED = 60.0
+"""Seconds without one more job ended after which the rest is taken for lost."""
+
+DRAINED_AT_MOST = 300.0
+"""Seconds after which nobody waits any longer."""
+
+Tell = Callable[[str], None]
+
+
+class TookTooLong(Exception):
+    """The run was ended by its own clock."""
+
+
+def run(*, seed: int, seconds: float, pg: str = "system", workers: int = 4, keep: bool = False, tell: Tell) -> Report:
+    """Torment a server, its producers and its workers for *seconds*, and say what came of it.
+
+    Args:
+        pg: ``system`` or ``embedded``: whose programs.
+        keep: Leave server and journals for a look.
+        tell: Gets lines of progress.
+
+    Raises:
+        TookTooLong: It had not ended long after it should.
+    """
+    with _bounded(seconds + DRAINED_AT_MOST + 240), kept_server(pg, keep=keep) as (directory, server):
+        tell(f"seed {seed}, {seconds:.0f} s on PostgreSQL {server.binaries.version} in {directory}")
+        with connect(server) as conn:
+            migrate(conn, Schema())
+            ledger.install(conn)
+        plan = Plan(seed, seconds, directory, server.url())
+        crew = make_crew(plan, workers=workers, producers=list(PRODUCERS))
+        try:
+            crew.keep_up(with_producers=True)
+            faults = _torment(plan, crew, server, tell)
+            _drain(crew, server, tell)
+            crew.stop(crew.workers, 20.0)
+        finally:
+            crew.kill()
+        tell("checking")
+        with connect(server) as conn:
+            ledger.load(conn, directory, faults.crashes)
+            verdicts = list(checks.check(conn))
+            figures = count_figures(conn, directory)
+        return Report(seed, dict(faults.done), figures, verdicts, crew.complaints, count_errors(directory))
+
+
+def _torment(plan: Plan, crew: Crew, server: Server, tell: Tell) -> Faults:
+    faults = Faults(crew, server, plan.random("faults"), plan.seconds)
+    until = time.monotonic() + plan.seconds
+    told = time.monotonic() + 10
+    while (left := until - time.monotonic()) > 0:
+        crew.keep_up(with_producers=True)
+        time.sleep(max(0.0, min(faults.step(), left, 0.1)))
+        if time.monotonic() > told:
+            told += 10
+            tell(f"{left:4.0f} s left; " + ", ".join(f"{name} {n}" for name, n in sorted(faults.done.items())))
+    faults.thaw()
+    crew.stop(crew.producers, 15.0)
+    return faults
+
+
+def _drain(crew: Crew, server: Server, tell: Tell) -> None:
+    """Keep the workers up until every job has ended, as long as some still do."""
+    with connect(server) as conn:
+        for (gid,) in conn.execute("SELECT gid FROM pg_prepared_xacts").fetchall():  # of a producer that was killed
+            with suppress(psycopg.errors.UndefinedObject):
+                conn.execute(psycopg.sql.SQL("ROLLBACK PREPARED {}").format(gid))
+        least = ledger.count_open(conn)
+        progress = begun = time.monotonic()
+        told = 0.0
+        while least > 0 and time.monotonic() < min(progress + DRAINED, begun + DRAINED_AT_MOST):
+            if time.monotonic() > told:
+                told = time.monotonic() + 10
+                tell(f"draining, {least} jobs are open")
+            crew.keep_up(with_producers=False)
+            time.sleep(0.5)
+            if (left := ledger.count_open(conn)) < least:
+                least, progress = left, time.monotonic()
+
+
+@contextmanager
+def _bounded(seconds: float) -> Iterator[None]:
+    """Whatever hangs is interrupted after *seconds*, in the main thread."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise TookTooLong(f"the run had not ended after {seconds:.0f} s")
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)

@@ -1,0 +1,18 @@
+"""A short run of the chaos harness; the long ones are run by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from awa.embedded import Binaries
+from tests.chaos.run import run
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_recorded_twice_or_written_by_a_stale_worker(binaries: Binaries) -> None:
+    report = run(seed=20, seconds=20.0, binaries=binaries, tell=print)
+    assert report.is_clean, str(report)
+    # it was no idle run
+    assert report.faults["server crashed"] == 1
+    assert report.figures["jobs completed"] > 100
+    assert report.figures["runtimes fenced"] > 0
