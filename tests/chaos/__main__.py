@@ -6,6 +6,7 @@ end nothing may be lost, recorded twice, or written by a stale worker. Exits wit
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import sys
@@ -14,6 +15,7 @@ from types import FrameType
 import click
 import orjson
 
+from awa.embedded import from_system, from_wheel
 from tests.chaos.run import run
 
 
@@ -29,10 +31,13 @@ def main(minutes: float, seed: int | None, pg: str, workers: int, keep: bool, is
         sys.exit(128 + number)
 
     signal.signal(signal.SIGTERM, leave)
+    binaries = {"system": from_system, "embedded": from_wheel}[pg](os.environ)
+    if binaries is None:
+        raise click.ClickException(f"there are no PostgreSQL programs for --pg={pg}: install them, or give the other")
     report = run(
+        binaries,
         seed=random.randrange(10**6) if seed is None else seed,
         seconds=minutes * 60,
-        pg=pg,
         workers=workers,
         keep=keep,
         tell=lambda text: click.echo(text, err=True),

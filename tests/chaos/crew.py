@@ -20,6 +20,7 @@ WORKER = {
     "AWA_SHUTDOWN_TIMEOUT": "2",
     "AWA_ROTATE_AFTER": "1",
     "AWA_COMPLETED_RETENTION": "3",
+    "AWA_FAILED_RETENTION": "5",
 }
 """What a worker of a run is set to."""
 

@@ -14,14 +14,10 @@ from typing import Any
 import psycopg
 from psycopg import Connection
 
-from awa.config import Settings
 from awa.embedded import Server
 from tests.chaos.crew import Crew, Member
 from tests.chaos.ledger import Crash
 from tests.chaos.server import connect, crash, kill_backend
-
-ROTATES_BY_ITSELF = "rotate_after" in Settings.__dataclass_fields__
-"""Whether the workers' maintenance rotates the ring."""
 
 
 class Faults:
@@ -49,10 +45,10 @@ class Faults:
             (15.0, self._kill_producer),
             (1.5, self._terminate_backend),
             (8.0, self._checkpoint),
+            (10.0, self._fence),
+            (5.0, self._rotate),
             (45.0, self._kill_backend),
         ]
-        if not ROTATES_BY_ITSELF:
-            every.append((1.0, self._rotate))
         for interval, fault in every:
             self._repeat(fault, interval)
         between = min(60.0, max(seconds, 1.0))
@@ -148,10 +144,21 @@ class Faults:
             conn.execute("CHECKPOINT")
         self.done["checkpoint"] += 1
 
-    def _rotate(self) -> None:
+    def _fence(self) -> None:
+        """Take a living runtime for dead, as a leader does that cannot hear it."""
         with self._connect() as conn:
-            conn.execute(
-                "SELECT setval('awa.ring_seq', (pg_sequence_last_value('awa.ring_seq') + %s) %% 8)",
-                [self._chance.randint(1, 7)],
-            )
-        self.done["ring rotated"] += 1
+            found = conn.execute("SELECT id FROM awa.runtime_instances WHERE ended_at IS NULL ORDER BY id").fetchall()
+            if not found:
+                return
+            runtime = self._chance.choice(found)[0]
+            for _ in range(50):  # it is only tried, and may meet a claim
+                fenced = conn.execute("SELECT awa.fence_v1(%s, -1)", [runtime]).fetchone()
+                if fenced == (True,):
+                    self.done["runtime fenced"] += 1
+                    return
+
+    def _rotate(self) -> None:
+        """Turn the ring beside the leader."""
+        with self._connect() as conn:
+            conn.execute("SELECT awa.rotate_v1()")
+        self.done["ring turned"] += 1

@@ -27,7 +27,7 @@ from tests.chaos.plan import Plan
 KINDS = {
     "nothing": 55.0,
     "nap": 20.0,
-    "slow": 0.6,
+    "slow": 0.3,
     "flaky": 6.0,
     "changeable": 6.0,
     "effect": 8.0,

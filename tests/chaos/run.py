@@ -10,7 +10,7 @@ from types import FrameType
 
 import psycopg
 
-from awa.embedded import Server
+from awa.embedded import Binaries, Server
 from awa.storage.migrate import migrate
 from awa.storage.schema import Schema
 from tests.chaos import checks, ledger
@@ -34,19 +34,19 @@ class TookTooLong(Exception):
     """The run was ended by its own clock."""
 
 
-def run(*, seed: int, seconds: float, pg: str = "system", workers: int = 4, keep: bool = False, tell: Tell) -> Report:
+def run(binaries: Binaries, *, seed: int, seconds: float, workers: int = 4, keep: bool = False, tell: Tell) -> Report:
     """Torment a server, its producers and its workers for *seconds*, and say what came of it.
 
     Args:
-        pg: ``system`` or ``embedded``: whose programs.
+        binaries: The server's programs.
         keep: Leave server and journals for a look.
         tell: Gets lines of progress.
 
     Raises:
         TookTooLong: It had not ended long after it should.
     """
-    with _bounded(seconds + DRAINED_AT_MOST + 240), kept_server(pg, keep=keep) as (directory, server):
-        tell(f"seed {seed}, {seconds:.0f} s on PostgreSQL {server.binaries.version} in {directory}")
+    with _bounded(seconds + DRAINED_AT_MOST + 240), kept_server(binaries, keep=keep) as (directory, server):
+        tell(f"seed {seed}, {seconds:.0f} s on PostgreSQL {binaries.version} in {directory}")
         with connect(server) as conn:
             migrate(conn, Schema())
             ledger.install(conn)

@@ -15,8 +15,7 @@ from typing import Any
 
 import psycopg
 
-from awa.embedded import Server, from_system, from_wheel
-from awa.errors import ConfigError
+from awa.embedded import Binaries, Server
 from tests.chaos.plan import ROOT
 
 SETTINGS: dict[str, str | int] = {
@@ -27,27 +26,24 @@ SETTINGS: dict[str, str | int] = {
 }
 
 
-def make_server(directory: Path, pg: str) -> Server:
-    """The server in *directory*, of the programs ``system`` or ``embedded``."""
-    binaries = {"system": from_system, "embedded": from_wheel}[pg](os.environ)
-    if binaries is None:
-        raise ConfigError(f"there are no PostgreSQL programs for --pg={pg}: install them, or give the other")
+def make_server(directory: Path, binaries: Binaries) -> Server:
+    """The server in *directory*."""
     return Server(binaries, directory / "pg", settings=SETTINGS)
 
 
 @contextmanager
-def kept_server(pg: str, *, keep: bool = False) -> Iterator[tuple[Path, Server]]:
+def kept_server(binaries: Binaries, *, keep: bool = False) -> Iterator[tuple[Path, Server]]:
     """A new directory and the server started in it; both are gone afterwards, the files unless *keep*."""
     directory = Path(tempfile.mkdtemp(prefix="awa-chaos-", dir="/tmp"))
     directory.chmod(0o755)  # for root the server runs as somebody else
     keeper = subprocess.Popen(
-        [sys.executable, "-m", "tests.chaos.keeper", str(directory), pg],
+        [sys.executable, "-m", "tests.chaos.keeper", str(directory), str(binaries.bin_dir), binaries.version],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         start_new_session=True,  # a Ctrl-C is not for it
     )
     try:
-        server = make_server(directory, pg)
+        server = make_server(directory, binaries)
         server.start()
         yield directory, server
     finally:

@@ -10,7 +10,7 @@ from tests.chaos.run import run
 
 @pytest.mark.slow
 def test_nothing_is_lost_recorded_twice_or_written_by_a_stale_worker(binaries: Binaries) -> None:
-    report = run(seed=20, seconds=20.0, binaries=binaries, tell=print)
+    report = run(binaries, seed=20, seconds=20.0, tell=print)
     assert report.is_clean, str(report)
     # it was no idle run
     assert report.faults["server crashed"] == 1
