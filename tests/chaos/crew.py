@@ -6,9 +6,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
+from tests.chaos import cutter
 from tests.chaos.plan import QUEUES, ROOT, Plan
 
 WORKER = {
@@ -111,14 +111,14 @@ class Crew:
     def __init__(self) -> None:
         self.workers: list[Member] = []
         self.producers: list[Member] = []
+        self.network: list[Member] = []
         self.complaints: list[str] = []
-        self.starts: Counter[str] = Counter()
 
     def keep_up(self, *, with_producers: bool) -> None:
         """Start again whatever has ended."""
-        for member in self.workers + self.producers:
+        for member in self._everybody:
             self._note(member.poll())
-        for member in self.workers + (self.producers if with_producers else []):
+        for member in self.network + self.workers + (self.producers if with_producers else []):
             member.start()
 
     def stop(self, members: list[Member], timeout: float) -> None:
@@ -138,8 +138,12 @@ class Crew:
 
     def kill(self) -> None:
         """End everybody now."""
-        for member in self.workers + self.producers:
+        for member in self._everybody:
             member.kill()
+
+    @property
+    def _everybody(self) -> list[Member]:
+        return self.network + self.workers + self.producers
 
     def _note(self, complaint: str | None) -> None:
         if complaint is not None:
@@ -149,10 +153,13 @@ class Crew:
 def make_crew(plan: Plan, *, workers: int, producers: list[str]) -> Crew:
     """The crew of a run; nobody has started yet."""
     crew = Crew()
+    crew.network.append(Member(plan, "cutter", ["tests.chaos.cutter"], {}, started=None))
     for number in range(workers):
         command = ["awa.worker", "tests.chaos.app:client"]
         env = WORKER | {"CHAOS_WORKER": str(number)}
-        crew.workers.append(Member(plan, f"worker-{number}", command, env, started=" runs "))
+        if number % 2:
+            env["AWA_DATABASE_URL"] = cutter.address(plan)
+        crew.workers.append(Member(plan, f"worker-{number}", command, env, started="awa.worker: worker "))
     for number, name in enumerate(producers, 1):
         command = ["tests.chaos.ways", name]
         env = {"CHAOS_PRODUCER": str(number)}

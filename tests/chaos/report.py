@@ -87,6 +87,9 @@ def count_figures(conn: Connection[Any], directory: Path) -> dict[str, int]:
     """What happened, by the ledger, the journals and the logs."""
     figures: dict[str, int] = dict(conn.execute(FIGURES).fetchall())
     stale = sum(line["run"] == "stale" for line in journal.read(directory, "worker-*.journal"))
+    for line in journal.read(directory, "cutter.journal"):
+        name = f"connections cut, {line['cut']}"
+        figures[name] = figures.get(name, 0) + 1
     figures["handlers told that they are stale"] = stale
     logs = "".join(path.read_text(errors="replace") for path in directory.glob("worker-*.log"))
     for name, pattern in LOGGED.items():
