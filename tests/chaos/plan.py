@@ -30,6 +30,11 @@ class Plan:
     database: str
     """The address of the database."""
 
+    @property
+    def brake(self) -> Path:
+        """Producers rest while this file exists."""
+        return self.directory / "brake"
+
     def random(self, *names: object) -> random.Random:
         """The stream of random choices of whoever is called *names*."""
         return random.Random("/".join(map(str, (self.seed, *names))))

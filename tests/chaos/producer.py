@@ -126,6 +126,9 @@ class Producer:
         """Do deeds until told to stop."""
         signal.signal(signal.SIGTERM, self._stop)
         while not self.is_stopping:
+            if self._plan.brake.exists():
+                self.pause(0.5)
+                continue
             way = self.random.choices([way for way, _ in ways], [weight for _, weight in ways])[0]
             self._way = way.__name__
             try:

@@ -21,6 +21,12 @@ from tests.chaos.report import Report, count_errors, count_figures
 from tests.chaos.server import connect, kept_server
 from tests.chaos.ways import PRODUCERS
 
+LOOK_EVERY = 5.0
+"""Seconds between two looks at how much is open."""
+
+MOST_OPEN = 2000
+"""Open jobs above which producers rest, so that most jobs run in the torment and not after it."""
+
 DRAINED = 60.0
 """Seconds without one more job ended after which the rest is taken for lost."""
 
@@ -70,13 +76,16 @@ def run(binaries: Binaries, *, seed: int, seconds: float, workers: int = 4, keep
 def _torment(plan: Plan, crew: Crew, server: Server, tell: Tell) -> Faults:
     faults = Faults(crew, server, plan.random("faults"), plan.seconds)
     until = time.monotonic() + plan.seconds
-    told = time.monotonic() + 10
+    looks_at = time.monotonic() + LOOK_EVERY
     while (left := until - time.monotonic()) > 0:
         crew.keep_up(with_producers=True)
         time.sleep(max(0.0, min(faults.step(), left, 0.1)))
-        if time.monotonic() > told:
-            told += 10
-            tell(f"{left:4.0f} s left; " + ", ".join(f"{name} {n}" for name, n in sorted(faults.done.items())))
+        if time.monotonic() > looks_at:
+            looks_at = time.monotonic() + LOOK_EVERY
+            with suppress(psycopg.Error), connect(server) as conn:
+                backlog = ledger.count_open(conn)
+                plan.brake.touch() if backlog > MOST_OPEN else plan.brake.unlink(missing_ok=True)
+                tell(f"{left:4.0f} s left, {backlog:,} jobs are open, {sum(faults.done.values())} faults")
     faults.thaw()
     crew.stop(crew.producers, 15.0)
     return faults
