@@ -50,9 +50,14 @@ class Member:
         self._log = Path()
 
     @property
+    def is_running(self) -> bool:
+        """Its process has not been seen to end."""
+        return self._process is not None
+
+    @property
     def is_up(self) -> bool:
         """It runs, was not told to end and is not frozen."""
-        return self._process is not None and not self._asked_at and not self.is_frozen
+        return self.is_running and not self._asked_at and not self.is_frozen
 
     @property
     def works(self) -> bool:
@@ -127,12 +132,12 @@ class Crew:
             member.signal(signal.SIGCONT)
             member.signal(signal.SIGTERM)
         until = time.monotonic() + timeout
-        while any(member._process is not None for member in members) and time.monotonic() < until:
+        while any(member.is_running for member in members) and time.monotonic() < until:
             for member in members:
                 self._note(member.poll())
             time.sleep(0.05)
         for member in members:
-            if member._process is not None:
+            if member.is_running:
                 self.complaints.append(f"{member.name} had to be killed at the end")
                 member.kill()
 

@@ -70,7 +70,7 @@ def run(binaries: Binaries, *, seed: int, seconds: float, workers: int = 4, keep
             ledger.load(conn, directory, faults.crashes)
             verdicts = list(checks.check(conn))
             figures = count_figures(conn, directory)
-        return Report(seed, dict(faults.done), figures, verdicts, crew.complaints, count_errors(directory))
+        return Report(seed, dict(faults.done), figures, verdicts, crew.complaints, dict(count_errors(directory)))
 
 
 def _torment(plan: Plan, crew: Crew, server: Server, tell: Tell) -> Faults:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import orjson
 import pytest
 
 from awa.embedded import Binaries
@@ -14,3 +15,4 @@ def test_nothing_is_lost_recorded_twice_or_written_by_a_stale_worker(binaries: B
     assert report.is_clean, str(report)
     assert report.faults["server crashed"] == 1  # it was no idle run
     assert report.figures["jobs completed"] > 0
+    assert orjson.loads(orjson.dumps(report.as_dict()))["is_clean"] is True
