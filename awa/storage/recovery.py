@@ -1,4 +1,4 @@
-"""After a lost connection: make sure that its backend is gone, and give back what it claimed without an answer."""
+"""Backends whose client is lost or frozen: find them, end them, and give back what they claimed without an answer."""
 
 from __future__ import annotations
 
@@ -41,10 +41,13 @@ END = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = %(pid)
 
 
 def end_backend(conn: Connection[Any], backend: Backend) -> bool:
-    """End *backend*, which belongs to a lost connection of this role; whether it is gone.
+    """End *backend*, which belongs to a lost or frozen client of this role; whether it is gone.
 
     A backend does not notice that its client is gone before it has answered. One that was about to claim would do so
     after everybody has looked.
+
+    Raises:
+        psycopg.errors.InsufficientPrivilege: It belongs to another role.
     """
     until = time.monotonic() + END_TIMEOUT
     with Cursor(conn, row_factory=tuple_row) as cursor:
@@ -53,6 +56,48 @@ def end_backend(conn: Connection[Any], backend: Backend) -> bool:
                 return False
             time.sleep(0.02)
     return True
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A session that holds a lock, as far as this role may see it."""
+
+    pid: int
+    """The server's process."""
+    role: str | None
+    """Whose."""
+    backend: Backend | None
+    """The same process, to be ended; None when this role may not see when it started."""
+    client_wait: float | None
+    """Seconds for which it has waited for its client, in one statement or between two; None when it does not."""
+
+
+# Waiting for the client, not merely old: a claim that the disk holds up would be no faster the next time.
+HOLDERS = """
+    SELECT a.pid, a.usename, a.backend_start,
+           CASE WHEN a.wait_event_type = 'Client'
+                THEN extract(epoch FROM clock_timestamp() - a.state_change)::double precision END
+      FROM pg_locks l
+      JOIN pg_stat_activity a ON a.pid = l.pid
+     WHERE l.locktype = 'advisory' AND l.granted AND l.objsubid = 1
+       AND l.database = (SELECT d.oid FROM pg_database d WHERE d.datname = current_database())
+       AND l.classid::bigint << 32 | l.objid::bigint = hashtextextended('awa.' || %(lock)s, 0)
+     ORDER BY a.pid
+"""
+
+
+def list_holders(conn: Connection[Any], schema: Schema, lock: str) -> list[Holder]:
+    """Who holds an advisory lock just now.
+
+    Args:
+        lock: ``queue:NAME`` is a queue's claim lock, ``runtime:NUMBER`` a runtime's.
+    """
+    with Cursor(conn, row_factory=tuple_row) as cursor:
+        found = cursor.execute(schema.sql(HOLDERS), {"lock": lock}).fetchall()
+    return [
+        Holder(pid, role, None if started_at is None else Backend(pid, started_at), wait)
+        for pid, role, started_at, wait in found
+    ]
 
 
 UNKNOWN_CLAIMS = """

@@ -22,6 +22,7 @@ from awa.storage.pool import connect
 from awa.storage.recovery import Backend
 from awa.storage.schema import Schema
 from awa.worker.bell import FIRST_POLL, PACE, Bell
+from awa.worker.frozen import HeldQueues
 from awa.worker.service import first_line
 from awa.worker.wake import Wake
 
@@ -44,6 +45,9 @@ PASSING = frozenset({"55P03", "40001", "40P01"})
 
 FETCH_PAUSE = 5.0
 """Seconds until a job whose long args could not be fetched is claimed again."""
+
+HELD_PAUSE = 0.05
+"""Seconds between claims from a queue that another has held for seconds."""
 
 RETRY_PAUSE = 0.1
 """Seconds before a refused flush is sent again, such as the question about a transaction that is still open."""
@@ -84,6 +88,7 @@ class Claimer:
         self._on_gone = on_gone
         self._on_fatal = on_fatal
         self._bell = Bell(tuple(spec.name for spec in queues), poll_interval=poll_interval, use_bells=notify)
+        self._held = HeldQueues(conninfo, schema)
         self._line: Line | None = None
         self._is_in_doubt = False
         self._lost: Backend | None = None
@@ -213,6 +218,7 @@ class Claimer:
         while not self.is_stopping:
             if bell.is_hot and not self._last_full:
                 self._wake.sleep(self._last_claim + PACE - time.monotonic())
+            self._held.end_frozen()
             wanted = self._wanted(arm)
             reply = self._exchange(wanted)
             now = self._last_claim = time.monotonic()
@@ -231,7 +237,8 @@ class Claimer:
             if any(claimed.come_again for claimed in reply.claims):
                 continue
             if any(claimed.is_busy for claimed in reply.claims):
-                self._rest(FIRST_POLL * random.uniform(0.5, 1.5))
+                pause = HELD_PAUSE if self._held.has_one_for_long else FIRST_POLL
+                self._rest(pause * random.uniform(0.5, 1.5))
                 continue
             wait, arm = bell.next_wait(now)
             if wait > 0 and not (bell.is_hot and self._outcomes.count):
@@ -291,6 +298,7 @@ class Claimer:
         self._last_full = any(
             len(claimed.attempts) >= want.limit for claimed, want in zip(reply.claims, wanted, strict=True)
         )
+        self._held.saw(reply.claims)
         failed = [claimed for claimed in reply.claims if claimed.error is not None]
         for claimed in failed:
             claimed.is_busy = True

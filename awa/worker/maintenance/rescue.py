@@ -12,6 +12,7 @@ from psycopg import Connection
 from awa.storage import runtimes
 from awa.storage.runtimes import Silent
 from awa.storage.schema import Schema
+from awa.worker.frozen import FrozenHolders
 
 log = logging.getLogger("awa.maintenance")
 
@@ -54,6 +55,7 @@ class Rescue:
         self._schema = schema
         self._heartbeat = heartbeat
         self._stale_after = stale_after
+        self._frozen = FrozenHolders(schema)
         self._round: deque[Sweep] = deque()
         self._stuck: set[int] = set()
         """Runtimes whose last sweep left attempts."""
@@ -77,6 +79,9 @@ class Rescue:
         silent = sweep.silent
         if held_seconds >= 2 * self._heartbeat:
             sweep.is_fenced = runtimes.fence(conn, self._schema, silent.runtime, stale_after=self._stale_after)
+            if not sweep.is_fenced:
+                # one of its own transactions is in progress: for ever, when its client is frozen
+                self._frozen.end(conn, f"runtime:{silent.runtime}")
         if sweep.is_fenced:
             log.warning(
                 "runtime %d (host %s, process %d) was silent for %.0f s and is taken for dead",
@@ -91,6 +96,8 @@ class Rescue:
         """Take one batch back; whether there may be more."""
         runtime = sweep.silent.runtime
         done = runtimes.rescue(conn, self._schema, runtime, limit=sweep.limit, skip=sweep.left)
+        if done.blocked and not done.tried:
+            self._frozen.end(conn, f"runtime:{runtime}")
         has_more = done.tried == sweep.limit
         sweep.limit = 1 if done.blocked else BATCH
         sweep.ended += done.ended
