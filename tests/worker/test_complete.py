@@ -14,7 +14,8 @@ from psycopg import IsolationLevel
 import awa
 from awa import RetryAfter, StaleAttempt
 from tests.fixtures.db import wait_until
-from tests.fixtures.jobs import StartWorker, count_running, ended, fence, in_state, make_due, rescue
+from tests.fixtures.jobs import StartWorker, count, count_running, ended, fence, in_state, make_due, rescue
+from tests.fixtures.proxy import Loss, Proxy, What
 
 Conn = psycopg.Connection[Any]
 
@@ -279,6 +280,55 @@ def test_a_transaction_that_outlives_the_handler_decides_when_it_ends(
     assert (info.state, info.attempt) == ("completed", 1)
     assert rows(ledger) == ([(job.id, 1)] if commits else [])
     wait_until(lambda: count_running(ledger) == 0)
+
+
+@pytest.mark.parametrize("what", ["answer", "request", "connection"])
+@pytest.mark.parametrize(("level", "then"), [*((level, "raise") for level in IsolationLevel), (None, "return")])
+def test_a_commit_whose_acknowledgement_is_lost_counts_if_it_was_made(
+    client: awa.Client,
+    start_worker: StartWorker,
+    ledger: Conn,
+    proxy: Proxy,
+    proxied: str,
+    level: IsolationLevel | None,
+    then: str,
+    what: What,
+) -> None:
+    """Guard: after complete() the worker's record is an end under the same unique key, which asks the database.
+
+    As a completion it stands beside the handler's own, whose transaction is still open: tried.
+    """
+    losses: list[Loss] = []
+
+    @client.task(retry=awa.fixed(0))
+    def work() -> None:
+        job = awa.current_job()
+        try:
+            with own_connection(proxied, level) as conn:
+                note(conn, job)
+                job.complete(conn)
+                if job.attempt == 1:
+                    losses.append(proxy.lose(what, b"COMMIT"))
+        except psycopg.OperationalError:
+            if then == "raise":
+                raise
+
+    worker = start_worker(client)
+    job = client.insert(work.bind())
+    wait_until(lambda: losses)
+    losses[0].wait()
+    if what == "connection":
+        # the transaction is open still, and the worker asks again and again
+        wait_until(lambda: worker._claimer._not_before)
+        assert client.get(job.id).state == "running"
+        losses[0].let_go()
+    info = ended(client, job)
+    attempt = 2 if (what, then) == ("request", "raise") else 1
+    effects = [] if (what, then) == ("request", "return") else [(job.id, attempt)]
+    assert (info.state, info.attempt, rows(ledger)) == ("completed", attempt, effects)
+    assert len(info.history) == attempt - 1
+    wait_until(lambda: count_running(ledger) == 0)
+    assert count(ledger, "SELECT count(*) FROM awa.completions") == 0
 
 
 def test_other_jobs_go_on_while_a_completing_transaction_stays_open(

@@ -100,7 +100,7 @@ def test_one_claim_fits_the_buffer_of_a_client_that_never_reads(
     database: str, client: awa.Client, conn: Conn, work: Any
 ) -> None:
     """Guard: the limit of 128 KiB of bodies in claim_v1; with ten times that the claim stands and holds the queue."""
-    fill(client, work, "a")
+    fill(client, work, "a", "a", "a")
     with frozen_client(database, register(conn), "a") as stopped:
         wait_for_state(conn, stopped.pid, "idle", "ClientRead")
         assert count(conn, "SELECT sum(cardinality(entry_ids)) FROM awa.claims") > 100
@@ -143,7 +143,7 @@ def states(client: awa.Client, jobs: list[awa.Inserted]) -> set[str]:
     return {str(client.get(job.id).state) for job in jobs}
 
 
-@pytest.mark.parametrize("holds", ["one long claim", "claims that follow each other"])
+@pytest.mark.parametrize("holds", ["one long claim", "claims that follow each other", "one that talks"])
 def test_claimers_that_are_busy_are_left_alone(
     database: str,
     client: awa.Client,
@@ -151,10 +151,14 @@ def test_claimers_that_are_busy_are_left_alone(
     conn: Conn,
     work: Any,
     caplog: pytest.LogCaptureFixture,
-    quickly: None,
+    monkeypatch: pytest.MonkeyPatch,
     holds: str,
 ) -> None:
-    """Guard: the wait for the client; a claim that the disk holds up, or its successor, is not what a cut mends."""
+    """Guard: how long the holder has waited for its client; ending a claim that the disk holds up would mend nothing.
+
+    With the age of the transaction instead, or without the length of the wait, they are ended: both tried.
+    """
+    monkeypatch.setattr(frozen, "HELD_FOR", 0.7)
     job = client.insert(work.bind())
     key = "hashtextextended('awa.queue:default', 0)"
     held = threading.Semaphore(0)
@@ -165,10 +169,16 @@ def test_claimers_that_are_busy_are_left_alone(
         try:
             with psycopg.connect(database, autocommit=True) as other:
                 while not is_over.is_set():
-                    # a session lock, so that none is let go between two statements
-                    other.execute(f"SELECT pg_advisory_lock({key})")
+                    other.execute("BEGIN")
+                    other.execute(f"SELECT pg_advisory_xact_lock({key})")
                     held.release()
-                    other.execute("SELECT pg_sleep(%s)", [1.0 if holds == "one long claim" else 0.01])
+                    if holds == "one that talks":
+                        while not is_over.wait(0.01):
+                            other.execute("SELECT 1")
+                    # pg_advisory_lock: a lock of the session, so that none is let go between two claims
+                    other.execute(f"SELECT pg_advisory_lock({key})")
+                    other.execute("SELECT pg_sleep(%s)", [3.0 if holds == "one long claim" else 0.01])
+                    other.execute("COMMIT")
         except BaseException as error:
             errors.append(error)
 
@@ -186,10 +196,10 @@ def test_claimers_that_are_busy_are_left_alone(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(frozen.recovery, "list_holders", counted)
         start_worker(client, threads=1, heartbeat=60, stale_after=600)
-        for _ in range(5):
-            assert looks.acquire(timeout=5)
+        for _ in range(3):
+            assert looks.acquire(timeout=10)
     is_over.set()
-    thread.join(5)
+    thread.join(10)
     assert errors == []
     assert "held the lock" not in caplog.text
     assert ended(client, job, timeout=5).state == "completed"
