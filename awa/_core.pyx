@@ -480,12 +480,13 @@ cdef class Attempt:
     cdef readonly Batch batch
     cdef readonly Handler handler
     cdef readonly int idx
-    cdef readonly double started
-    cdef unsigned long thread
-    cdef readonly bint is_expired
+    cdef readonly double started       # monotonic seconds; 0 when it has not
+    cdef readonly double expired       # when its handler was told that its time is up; 0 when it was not
+    cdef readonly unsigned long thread
     cdef public bint is_cancelled
-    cdef public bint was_completed
-    cdef public bint is_over
+    cdef readonly bint was_completed
+    cdef readonly bint is_over
+    cdef readonly bint is_abandoned
     cdef object value
     cdef bytes body
     cdef Py_ssize_t begin
@@ -539,15 +540,27 @@ cdef class Attempt:
             raise ValueError("the args have not been fetched")
         return PyBytes_AS_STRING(self.body)[self.begin:self.begin + self.length]
 
+    def begin_complete(self):
+        """Note that the handler completes the attempt in a transaction of its own; False when the attempt is over.
+
+        The GIL is held from the look to the note: whoever ends the attempt later sees that it is doubtful, and who has
+        ended it before is not followed by a completion.
+        """
+        if self.is_over:
+            return False
+        self.was_completed = True
+        return True
+
     def expire(self, exception not None):
         """Raise *exception* in the thread that runs this attempt's handler, as soon as Python runs there.
 
-        False when the handler has ended. The GIL is held from the look to the order, and :meth:`Crew.work` takes the
+        False when the attempt is over. The GIL is held from the look to the order, and :meth:`Crew.work` takes the
         order back when the handler ends, so it cannot hit what the thread does next.
         """
         if self.is_over or self.thread == 0:
             return False
-        self.is_expired = self.is_cancelled = True
+        self.expired = _now()
+        self.is_cancelled = True
         PyThreadState_SetAsyncExc(self.thread, <PyObject *> exception)
         return True
 
@@ -897,7 +910,8 @@ cdef class Crew:
     """The worker threads of one process, around one inbox of attempts and one LEAD token.
 
     Whoever takes the token leads: claims and puts the token back. Leadership can be taken out of turn too, when
-    outcomes have waited long enough; the token that lies in the inbox is void then.
+    outcomes have waited long enough; the token that lies in the inbox is void then. A thread in a handler never leads,
+    so one that never comes back is replaced: :meth:`abandon` its attempt, and have another thread :meth:`take_over`.
 
     Args:
         size: How many threads will call :meth:`work`.
@@ -905,12 +919,14 @@ cdef class Crew:
         job: ``job(attempt, args)`` makes what a typed handler gets.
         conclude: ``conclude(attempt, result, error, elapsed_ms)`` notes everything but a plain success. When it
             raises, the job is retried after a minute.
+        late: ``late(attempt, result, error, elapsed_ms)`` is told how the handler of an abandoned attempt ended.
         lead: ``lead()`` claims, and calls :meth:`refill` or :meth:`rest`.
         chosen: The class of results that are outcomes by themselves.
         flush_after: Seconds that an outcome may wait before a thread that has just ended another leads out of turn.
     """
 
     cdef readonly list running
+    cdef readonly list abandoned
     cdef readonly Outcomes outcomes
     cdef readonly bint is_leading
     cdef readonly int unstarted
@@ -922,16 +938,19 @@ cdef class Crew:
     cdef object inbox
     cdef object job
     cdef object conclude
+    cdef object late
     cdef object lead
     cdef object chosen
     cdef int64_t token
 
-    def __cinit__(self, int size, Outcomes outcomes not None, *, job, conclude, lead, chosen, double flush_after):
+    def __cinit__(self, int size, Outcomes outcomes not None, *, job, conclude, late, lead, chosen, double flush_after):
         self.running = [None] * size
+        self.abandoned = []
         self.outcomes = outcomes
         self.inbox = queue.SimpleQueue()
         self.job = job
         self.conclude = conclude
+        self.late = late
         self.lead = lead
         self.chosen = chosen
         self.mean_seconds = -1.0
@@ -996,27 +1015,58 @@ cdef class Crew:
             self.inbox.put(None)
 
     def work(self, int index):
-        """Run attempts until dismissed; *index* is this thread's place in ``running``."""
-        cdef double since
+        """Run attempts until dismissed, or abandoned; *index* is this thread's place in ``running``."""
         get = self.inbox.get
         _current.crew = self
         while True:
             item = get()
             if type(item) is Attempt:
                 self.unstarted -= 1
-                self.run(<Attempt> item, index)
-                if self.is_asleep:
-                    self.is_asleep = False
-                    self.poke()
-                elif self.outcomes.count and not self.is_leading:
-                    since = _now() - self.outcomes.oldest
-                    if since >= self.flush_after and self.take_lead():
-                        self.lead()
+                if not self.run(<Attempt> item, index):
+                    return
+                self._after_an_end()
             elif item is None:
                 return
             elif item == self.token and not self.is_leading:
                 self.is_leading = True
                 self.lead()
+
+    cdef _after_an_end(self):
+        """An outcome was noted: see that it is recorded."""
+        cdef double since
+        if self.is_asleep:
+            self.is_asleep = False
+            self.poke()
+        elif self.outcomes.count and not self.is_leading:
+            since = _now() - self.outcomes.oldest
+            if since >= self.flush_after and self.take_lead():
+                self.lead()
+
+    def abandon(self, Attempt attempt not None):
+        """Count *attempt* as over though its handler has not ended, and its place as free.
+
+        The place in ``running`` that another thread is to :meth:`take_over`; None when the handler has ended. The GIL
+        is held throughout, and :meth:`run` looks before it notes an outcome: an attempt has one end. Its thread stays
+        in ``abandoned`` until the handler returns, and then leaves.
+        """
+        cdef int index
+        if attempt.is_over:
+            return None
+        for index in range(len(self.running)):
+            if self.running[index] is attempt:
+                attempt.is_over = attempt.is_abandoned = True
+                attempt.batch.unfinished -= 1
+                self.running[index] = None
+                self.abandoned.append(attempt)
+                self._note_time(_now() - attempt.started)
+                return index
+        return None
+
+    def take_over(self, int index, Attempt attempt not None, error not None):
+        """Note *error* as what became of an abandoned attempt, then :meth:`work` in the place of its thread."""
+        self._conclude(attempt, None, error, _now() - attempt.started)
+        self._after_an_end()
+        self.work(index)
 
     cdef void _note_time(self, double seconds):
         if self.mean_seconds < 0:
@@ -1025,9 +1075,10 @@ cdef class Crew:
             self.mean_seconds += (seconds - self.mean_seconds) * 0.05
         self.finished += 1
 
-    cdef run(self, Attempt attempt, int index):
+    cdef bint run(self, Attempt attempt, int index) except -1:
+        """Run one attempt; False when it was abandoned meanwhile, and this thread replaced."""
         cdef Handler handler = attempt.handler
-        cdef double ended
+        cdef double seconds
         error = None
         result = None
         attempt.started = _now()
@@ -1043,20 +1094,31 @@ cdef class Crew:
         except BaseException as raised:
             error = raised
         attempt.is_over = True
-        if attempt.is_expired:
+        if attempt.expired != 0.0:
             PyThreadState_SetAsyncExc(attempt.thread, NULL)
-        attempt.batch.unfinished -= 1
         _current.attempt = None
         attempt.value = None
+        seconds = _now() - attempt.started
+        if attempt.is_abandoned:
+            self.abandoned.remove(attempt)
+            try:
+                self.late(attempt, result, error, _milliseconds(seconds))
+            except BaseException:
+                pass  # only told, and whatever the handler left behind may do anything when it is looked at
+            return False
+        attempt.batch.unfinished -= 1
         self.running[index] = None
-        ended = _now()
-        self._note_time(ended - attempt.started)
+        self._note_time(seconds)
         if error is None and not attempt.was_completed and not attempt.is_cancelled \
                 and (result is None or not issubclass(type(result), self.chosen)):
-            self.outcomes.succeeded(attempt, <int32_t> min((ended - attempt.started) * 1000.0, 2e9), ended)
-            return
+            self.outcomes.succeeded(attempt, _milliseconds(seconds), attempt.started + seconds)
+        else:
+            self._conclude(attempt, result, error, seconds)
+        return True
+
+    cdef _conclude(self, Attempt attempt, result, error, double seconds):
         try:
-            self.conclude(attempt, result, error, <int> min((ended - attempt.started) * 1000.0, 2e9))
+            self.conclude(attempt, result, error, _milliseconds(seconds))
         except BaseException as odd:
             # What a handler leaves behind may do anything when it is looked at; the thread and the job live on.
             self.outcomes.add(
@@ -1064,3 +1126,7 @@ cdef class Crew:
                 error=b'{"type":"OutcomeUnknown","text":"what its handler left raised %b","traceback":""}'
                 % type(odd).__name__.encode("ascii", "replace"),
             )
+
+
+cdef int32_t _milliseconds(double seconds):
+    return <int32_t> min(seconds * 1000.0, 2e9)

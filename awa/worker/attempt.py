@@ -38,15 +38,16 @@ class Attempts:
 
     def complete(self, attempt: Attempt, conn: Connection[Any] | Cursor[Any]) -> None:
         """Complete *attempt* in the transaction of *conn*; see :meth:`awa.Job.complete`."""
-        if attempt.is_over:
+        # Once it has begun, the database is asked what happened, whatever this call returns.
+        if not attempt.begin_complete():
             raise StaleAttempt(
-                f"the handler of job {attempt.id} has ended: complete it before the handler returns",
+                f"the time of job {attempt.id} was up and its handler did not end, so its attempt has failed: roll back"
+                if attempt.is_abandoned
+                else f"the handler of job {attempt.id} has ended: complete it before the handler returns",
                 job_id=attempt.id,
                 entry_id=attempt.entry_id,
             )
         batch = attempt.batch
-        # From now on the database is asked what happened, whatever this call returns.
-        attempt.was_completed = True
         jobs.complete(
             lent(conn),
             self._schema,
@@ -81,6 +82,12 @@ class Attempts:
             self._add(attempt, "completed", elapsed_ms)
         else:
             self._failed(attempt, error, elapsed_ms)
+
+    def late(self, attempt: Attempt, result: object, error: BaseException | None, elapsed_ms: int) -> None:
+        """Tell how the handler of an abandoned attempt ended; the attempt has its outcome."""
+        ending = "returned" if error is None else f"raised {describe(error).type}"
+        text = "its handler %s after %.1f s; its attempt had been ended when its time was up"
+        self._log(logging.WARNING, attempt, text, ending, elapsed_ms / 1000)
 
     def _failed(self, attempt: Attempt, error: BaseException, elapsed_ms: int) -> None:
         options = attempt.handler.options or TaskOptions()

@@ -17,9 +17,9 @@ from typing import Self
 
 import psycopg
 
-from awa._core import Crew, Handler, Outcomes
+from awa._core import Attempt, Crew, Handler, Outcomes
 from awa.config import Settings
-from awa.errors import AwaError, ConfigError, ShutdownTimeout
+from awa.errors import AwaError, ConfigError, DeadlineExceeded, ShutdownTimeout
 from awa.job import Outcome
 from awa.registry import Registry
 from awa.storage import runtimes
@@ -84,7 +84,8 @@ class Worker:
         self._version = version
         self._on_start = on_start
         self._on_stop = on_stop
-        self._threads: list[threading.Thread] = []
+        self._threads: list[threading.Thread] = []  # guarded by _replace_lock, where one that ended would look dead
+        self._replace_lock = threading.Lock()
         self._services: list[Service] = []
         self._stop_lock = threading.Lock()
         self._is_started = False
@@ -170,6 +171,7 @@ class Worker:
             self._outcomes,
             job=attempts.job,
             conclude=attempts.conclude,
+            late=attempts.late,
             lead=claimer.lead,
             chosen=Outcome,
             flush_after=FLUSH_OUT_OF_TURN,
@@ -201,8 +203,31 @@ class Worker:
                 timeout=settings.timeout,
                 is_loaded=lambda: self._crew.unstarted > 0 or claimer.has_something_to_record,
                 relieve=claimer.relieve,
+                replace=self._replace,
+                on_fatal=self._give_up,
             ),
         ]
+
+    def _replace(self, attempt: Attempt, error: DeadlineExceeded) -> None:
+        """End *attempt*, whose handler does not end, with *error*, and have another thread in the place of its own."""
+        # The new thread does all of it: when none can be started nothing has happened, and the retry policy, which is
+        # the user's code, runs where such code runs.
+        threading.Thread(target=self._take_over, args=(attempt, error), name="awa-new", daemon=True).start()
+
+    def _take_over(self, attempt: Attempt, error: DeadlineExceeded) -> None:
+        with self._replace_lock:
+            index = self._crew.abandon(attempt)
+            if index is None:
+                return  # it has ended after all
+            stuck, self._threads[index] = self._threads[index], threading.current_thread()
+        self._threads[index].name, stuck.name = stuck.name, f"{stuck.name}-abandoned"
+        log.error(
+            "job %d %s does not end: its thread is abandoned and replaced; this process has %d such threads now",
+            attempt.id,
+            attempt.handler.kind,
+            len(self._crew.abandoned),
+        )
+        self._crew.take_over(index, attempt, error)
 
     def stop(self, timeout: float | None = None) -> None:
         """Stop in good order. Safe from any thread but a handler's, and twice: the second call waits for the first.
@@ -260,7 +285,13 @@ class Worker:
             except Exception:
                 log.exception("a stop hook failed")
         self._claimer.close()
-        log.info("worker %d has stopped; %d jobs released, %d still running", self._identity(), released, len(left))
+        log.info(
+            "worker %d has stopped; %d jobs released, %d still running, %d threads abandoned",
+            self._identity(),
+            released,
+            len(left),
+            len(self._crew.abandoned),
+        )
         self._left_running = left
 
     def _release(self) -> int:
@@ -308,7 +339,11 @@ class Worker:
             self.start()
             while not self._asked.wait(1.0):  # a signal that another thread got runs its handler here, on waking
                 self._look_for_the_dead()
-            self.stop()
+            try:
+                self.stop()
+            except ShutdownTimeout:
+                if self._fatal is None:
+                    raise
             if self._fatal is not None:
                 raise self._fatal
         finally:
@@ -317,7 +352,8 @@ class Worker:
 
     def _look_for_the_dead(self) -> None:
         """A thread that died takes the worker along: half a worker would look alive."""
-        names = [thread.name for thread in self._threads if not thread.is_alive()]
+        with self._replace_lock:
+            names = [thread.name for thread in self._threads if not thread.is_alive()]
         names += [service.name for service in self._services if not service.is_alive]
         if names and not self._is_stopping:
             self._give_up(AwaError(f"the worker's thread {names[0]} died; see the log above"))
@@ -325,7 +361,7 @@ class Worker:
     def _give_up(self, error: Exception) -> None:
         """Ask :meth:`run` to stop and raise *error*."""
         log.critical("this worker gives up: %s", error)
-        self._fatal = error
+        self._fatal = self._fatal or error
         self._asked.set()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

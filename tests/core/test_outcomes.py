@@ -3,47 +3,18 @@
 from __future__ import annotations
 
 import gc
-import struct
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
-from awa._core import Attempt, Crew, Flush, Handler, Outcomes, decode_batch
+from awa._core import Crew, Flush, Handler, Outcomes
+from tests.fixtures.batches import RUNTIME, make_batch
 from tests.fixtures.db import wait_until
 
-RUNTIME, THREADS, ROUNDS, SIZE = 7, 3, 20, 200
-
-
-def array(oid: int, values: list[bytes]) -> bytes:
-    """An array in PostgreSQL's binary form."""
-    return struct.pack(">iiiii", 1, 0, oid, len(values), 1) + b"".join(
-        struct.pack(">i", len(value)) + value for value in values
-    )
-
-
-def make_batch(claim_id: int, size: int, handler: Handler) -> list[Attempt]:
-    """What one claim row of *size* plain jobs is decoded to."""
-    row: list[Any] = [
-        struct.pack(">i", 0),
-        struct.pack(">q", claim_id),
-        struct.pack(">h", 0),
-        struct.pack(">i", 1),
-        struct.pack(">h", 2),
-        array(20, [struct.pack(">q", claim_id * 1000 + idx) for idx in range(1, size + 1)]),
-        None,
-        None,
-        None,
-        array(25, [b"work"] * size),
-        array(23, [struct.pack(">i", 2)] * size),
-        b"{}" * size,
-        array(1184, [bytes(8)] * size),
-        None,
-    ]
-    return decode_batch(row, RUNTIME, "q", {b"work": handler})
+THREADS, ROUNDS, SIZE = 3, 20, 200
 
 
 def numbers(data: bytes, width: int) -> list[int]:
@@ -96,6 +67,7 @@ def test_successes_are_taken_once_whatever_the_collector_does_meanwhile(collecti
         outcomes,
         job=lambda attempt, args: None,
         conclude=lambda *ending: None,
+        late=lambda *ending: None,
         lead=lambda: crew.rest(),
         chosen=Exception,
         flush_after=1e9,
