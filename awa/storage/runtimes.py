@@ -12,8 +12,9 @@ from psycopg.rows import class_row, scalar_row
 from awa.storage.schema import Schema
 
 REGISTER = """
-    INSERT INTO awa.runtime_instances (uuid, hostname, pid, version, queues, heartbeat_ms)
-    VALUES (%(uuid)s, %(hostname)s, %(pid)s, %(version)s, %(queues)s::json, %(heartbeat_ms)s)
+    INSERT INTO awa.runtime_instances (uuid, hostname, pid, version, queues, heartbeat_ms, timeout_ms, kind_timeouts)
+    VALUES (%(uuid)s, %(hostname)s, %(pid)s, %(version)s, %(queues)s::json, %(heartbeat_ms)s, %(timeout_ms)s,
+            %(kind_timeouts)s::json)
     RETURNING id
 """
 
@@ -28,12 +29,16 @@ def register(
     version: str,
     queues: str,
     heartbeat: float,
+    timeout: float,
+    kind_timeouts: str,
 ) -> int:
     """Write the row of a worker that starts, and return its number.
 
     Args:
         queues: What it serves, as JSON.
         heartbeat: Seconds between its signs of life.
+        timeout: Seconds that its attempts may take when neither job nor kind says; 0 for no limit.
+        kind_timeouts: Kind -> limit in milliseconds, for the kinds that say one, as JSON.
     """
     with conn.cursor(row_factory=scalar_row) as cursor:
         cursor.execute(
@@ -45,6 +50,8 @@ def register(
                 "version": version,
                 "queues": queues,
                 "heartbeat_ms": round(heartbeat * 1000),
+                "timeout_ms": round(timeout * 1000),
+                "kind_timeouts": kind_timeouts,
             },
         )
         found = cursor.fetchone()
@@ -168,6 +175,49 @@ FINISH = "UPDATE awa.runtime_instances SET ended_at = clock_timestamp() WHERE id
 def finish(conn: Connection, schema: Schema, runtime: int) -> None:
     """Note that nothing of a fenced runtime is left to rescue."""
     conn.execute(schema.sql(FINISH), {"runtime": runtime})
+
+
+LIST_WITH_LIMITS = """
+    SELECT r.id
+      FROM awa.runtime_instances r
+     WHERE r.ended_at IS NULL AND r.timeout_ms IS NOT NULL
+       AND NOT EXISTS (SELECT FROM awa.gone_runtimes g WHERE g.runtime = r.id)
+     ORDER BY r.id
+"""
+
+
+def list_with_limits(conn: Connection, schema: Schema) -> list[int]:
+    """Living runtimes that have told what their attempts may take."""
+    with conn.cursor(row_factory=scalar_row) as cursor:
+        return cursor.execute(schema.sql(LIST_WITH_LIMITS)).fetchall()
+
+
+@dataclass(frozen=True, slots=True)
+class Expired:
+    """What one call of :func:`expire` did."""
+
+    ended: int
+    """Attempts it ended."""
+    blocked: int
+    """1 when it stopped at an attempt that could not be taken now: an open transaction completes it."""
+
+
+EXPIRE = "SELECT ended, blocked FROM awa.expire_v1(%(runtime)s, %(behind)s, %(limit)s, %(skip)s)"
+
+
+def expire(conn: Connection, schema: Schema, runtime: int, *, behind: float, limit: int, skip: int = 0) -> Expired:
+    """End up to *limit* attempts of a living runtime that are long past their limit, beyond the first *skip*.
+
+    Args:
+        behind: Seconds that an attempt has beyond its limit.
+
+    Source: migrations/0012_deadlines.sql.
+    """
+    with conn.cursor(row_factory=class_row(Expired)) as cursor:
+        cursor.execute(schema.sql(EXPIRE), {"runtime": runtime, "behind": behind, "limit": limit, "skip": skip})
+        found = cursor.fetchone()
+    assert found is not None
+    return found
 
 
 @dataclass(frozen=True, slots=True)

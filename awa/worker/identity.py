@@ -6,9 +6,11 @@ import os
 import socket
 import threading
 import uuid
+from collections.abc import Mapping
 
 import orjson
 
+from awa._core import Handler
 from awa.config import Settings
 from awa.storage import runtimes
 from awa.storage.pool import connect
@@ -18,11 +20,15 @@ from awa.storage.schema import Schema
 class Identity:
     """The number of this runtime."""
 
-    def __init__(self, conninfo: str, schema: Schema, settings: Settings, version: str) -> None:
+    def __init__(
+        self, conninfo: str, schema: Schema, settings: Settings, version: str, handlers: Mapping[str, Handler]
+    ) -> None:
         self._conninfo = conninfo
         self._schema = schema
         self._settings = settings
         self._version = version
+        limits = {kind: None if one.options is None else one.options.timeout for kind, one in handlers.items()}
+        self._kind_timeouts = {kind: round(limit * 1000) for kind, limit in limits.items() if limit is not None}
         self._lock = threading.Lock()
         self._number = 0  # guarded by _lock; read without it
 
@@ -43,4 +49,6 @@ class Identity:
                 version=self._version,
                 queues=orjson.dumps(queues).decode(),
                 heartbeat=self._settings.heartbeat,
+                timeout=self._settings.timeout,
+                kind_timeouts=orjson.dumps(self._kind_timeouts).decode(),
             )

@@ -30,6 +30,7 @@ from awa.worker.attempt import Attempts
 from awa.worker.claimer import Claimer
 from awa.worker.heartbeat import Heartbeat
 from awa.worker.identity import Identity
+from awa.worker.maintenance.deadlines import Deadlines
 from awa.worker.maintenance.loop import Maintenance
 from awa.worker.maintenance.promote import Promote
 from awa.worker.maintenance.rescue import Rescue
@@ -130,7 +131,7 @@ class Worker:
             check_schema(connection, self._schema)
         for hook in self._on_start:  # before anything exists that would have to be undone
             hook()
-        self._identity = Identity(self._conninfo, self._schema, settings, self._version)
+        self._identity = Identity(self._conninfo, self._schema, settings, self._version, handlers)
         self._identity.register()
         self._build(handlers)
         for service in self._services:
@@ -194,6 +195,7 @@ class Worker:
                 chores=[
                     Promote(schema),
                     Rescue(schema, heartbeat=settings.heartbeat, stale_after=settings.stale_after),
+                    Deadlines(schema, heartbeat=settings.heartbeat, stale_after=settings.stale_after),
                     Ring(schema, retention=settings.completed_retention, rotate_after=settings.rotate_after),
                     Retention(schema, failed=settings.failed_retention, dead=settings.dead_retention),
                 ],
