@@ -750,6 +750,7 @@ cdef class Outcomes:
     cdef list others
     cdef list doubtful
     cdef dict open_batches
+    cdef set received
 
     def __cinit__(self):
         self.clear()
@@ -763,17 +764,27 @@ cdef class Outcomes:
         self.others = []
         self.doubtful = []
         self.open_batches = {}
+        self.received = set()
 
     def opened(self, list attempts not None):
         """Note the attempts of one batch, which was received just now."""
         cdef Batch batch = (<Attempt> attempts[0]).batch
         self.open_batches[batch.claim_id] = batch
+        self.received.add(batch.claim_id)
         if batch.claim_id > self.newest_claim:
             self.newest_claim = batch.claim_id
 
     def open_claims(self):
         """The claims of which a member is open, or its end not acknowledged."""
         return sorted(self.open_batches)
+
+    def received_since(self, int64_t claim_id):
+        """The claims above *claim_id* that were received, closed ones too; those up to it are forgotten."""
+        found = list(self.received)  # a copy: what follows may let other threads in
+        kept = [known for known in found if known > claim_id]
+        if len(kept) < len(found):
+            self.received.difference_update([known for known in found if known <= claim_id])
+        return kept
 
     def unfinished(self, str queue not None):
         """How many attempts of *queue* were claimed whose handlers have not ended."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from psycopg import Connection, Cursor
-from psycopg.rows import tuple_row
+from psycopg.rows import scalar_row, tuple_row
 
 from awa.errors import RuntimeGone
 from awa.storage.schema import Schema
@@ -100,10 +101,25 @@ def list_holders(conn: Connection[Any], schema: Schema, lock: str) -> list[Holde
     ]
 
 
+# A claim that only moves the cursor has nonce 0: asking the arrays would read them in whole.
+LIST_CLAIMS = """
+    SELECT c.claim_id
+      FROM awa.claims c
+     WHERE c.runtime = %(runtime)s AND c.claim_id > %(after)s AND c.nonce <> 0
+"""
+
+
+def list_claims(conn: Connection[Any], schema: Schema, runtime: int, *, after: int) -> list[int]:
+    """The claims of *runtime* above claim *after* that took anything, in no order."""
+    with Cursor(conn, row_factory=scalar_row) as cursor:
+        return cursor.execute(schema.sql(LIST_CLAIMS), {"runtime": runtime, "after": after}).fetchall()
+
+
 UNKNOWN_CLAIMS = """
     SELECT c.claim_id, c.slot, c.nonce, cardinality(c.entry_ids)
       FROM awa.claims c
      WHERE c.runtime = %(runtime)s AND c.claim_id > %(newest)s AND cardinality(c.entry_ids) > 0
+       AND (%(only)s::bigint[] IS NULL OR c.claim_id = ANY (%(only)s::bigint[]))
      ORDER BY c.claim_id
 """
 
@@ -120,10 +136,15 @@ RELEASE = """
 """
 
 
-def release_unknown_claims(conn: Connection[Any], schema: Schema, runtime: int, *, newest: int) -> int | None:
+def release_unknown_claims(
+    conn: Connection[Any], schema: Schema, runtime: int, *, newest: int, only: Sequence[int] | None = None
+) -> int | None:
     """Give back what this runtime claimed above claim *newest* without ever receiving the reply.
 
     Takes the runtime's lock exclusively first: it is had only when the transaction whose reply was lost has ended.
+
+    Args:
+        only: Of these claims; None for all, when no answer can be on its way.
 
     Returns:
         How many attempts were released; None when the lock could not be had, so that the caller tries again.
@@ -137,7 +158,8 @@ def release_unknown_claims(conn: Connection[Any], schema: Schema, runtime: int, 
             return None
         if cursor.execute(schema.sql(IS_GONE), {"runtime": runtime}).fetchone() is not None:
             raise RuntimeGone(f"runtime {runtime} was silent for too long and was taken for dead", runtime=runtime)
-        found = cursor.execute(schema.sql(UNKNOWN_CLAIMS), {"runtime": runtime, "newest": newest}).fetchall()
+        asked = {"runtime": runtime, "newest": newest, "only": None if only is None else list(only)}
+        found = cursor.execute(schema.sql(UNKNOWN_CLAIMS), asked).fetchall()
         members = [(claim_id, slot, nonce, idx) for claim_id, slot, nonce, size in found for idx in range(1, size + 1)]
         if members:
             claims, slots, nonces, idx = (list(column) for column in zip(*members, strict=True))

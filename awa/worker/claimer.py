@@ -184,6 +184,11 @@ class Claimer:
         """Whether outcomes wait to be recorded."""
         return bool(self._outcomes.count or self._pending)
 
+    @property
+    def is_certain(self) -> bool:
+        """Whether every claim that this process has made is known to it: no answer is on its way, none was lost."""
+        return not (self._is_claiming or self._is_in_doubt)
+
     def _record(self) -> bool:
         try:
             self._exchange((), must_flush=True)
@@ -280,12 +285,16 @@ class Claimer:
         flushes = [flush for flush in self._pending if now >= self._not_before.get(flush.number, 0.0)]
         if not flushes and not wanted:
             return Reply()
+        opened: list[Attempt] = []
+        self._is_claiming = bool(wanted)
         try:
             reply = line.exchange(runtime, flushes, wanted)
-            self._note_settled(reply)
             for claimed in reply.claims:
                 for batch in claimed.batches:
                     outcomes.opened(batch)
+                    opened += batch
+            self._note_settled(reply)
+            for claimed in reply.claims:
                 if claimed.is_armed:
                     self._bell.took(claimed.queue, now)
             self._fetch_long(line, runtime, reply)
@@ -294,7 +303,12 @@ class Claimer:
         except BaseException:
             # Whatever it was, what the database did is unknown now; finding out begins with a new connection.
             self._lose_line()
+            for attempt in opened:  # nobody else knows of them
+                if not attempt.is_over:
+                    outcomes.add(attempt, "released")
             raise
+        finally:
+            self._is_claiming = False
         self._last_full = any(
             len(claimed.attempts) >= want.limit for claimed, want in zip(reply.claims, wanted, strict=True)
         )
@@ -403,7 +417,7 @@ class Claimer:
             if spec.name in bell.armed and (bell.is_hot or needs_help):
                 try:
                     line.give_up_bell(spec.name, ask_for_help=needs_help)
-                except psycopg.Error as error:
+                except Exception as error:
                     # the attempts at hand are open and must be run, whatever became of the connection
                     log.warning("giving a bell up failed: %s", first_line(error))
                     self._lose_line()

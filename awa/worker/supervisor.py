@@ -185,6 +185,7 @@ class Worker:
                 interval=settings.heartbeat,
                 identity=identity,
                 outcomes=self._outcomes,
+                is_certain=lambda: claimer.is_certain,
                 on_gone=claimer.gone,
             ),
             Maintenance(

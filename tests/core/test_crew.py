@@ -186,3 +186,19 @@ def test_handlers_that_end_just_when_they_are_abandoned_have_one_end_each() -> N
         staff.outcomes.acknowledged(flush)
     assert staff.outcomes.open_claims() == []
     assert staff.outcomes.unfinished("q") == 0
+
+
+def test_the_claims_that_were_received_are_remembered_until_they_are_accounted_for() -> None:
+    staff = Staff(1, lambda: None)
+    for claim_id in (3, 5, 8):
+        staff.claim(claim_id, 1)
+    wait_until(lambda: staff.outcomes.count == 3)
+    for flush in staff.outcomes.take(RUNTIME):
+        staff.outcomes.acknowledged(flush)
+    assert staff.outcomes.open_claims() == []
+    assert sorted(staff.outcomes.received_since(0)) == [3, 5, 8]
+    assert sorted(staff.outcomes.received_since(5)) == [8]
+    assert staff.outcomes.received_since(0) == [8]
+    staff.end()
+    staff.outcomes.clear()
+    assert staff.outcomes.received_since(0) == []
