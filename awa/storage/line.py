@@ -48,7 +48,7 @@ ASK_FOR_HELP = "SELECT pg_notify(awa.channel(), $1::text)"
 HELP = "\x01"
 """Begins a notification that asks for help; the queue follows."""
 
-ARMED, BUSY, COME_AGAIN = 1, 2, 4
+ARMED, BUSY, COME_AGAIN, ALONE = 1, 2, 4, 8
 
 REPLY_TIMEOUT = 60.0
 """Seconds after which a server that does not answer counts as lost."""
@@ -82,6 +82,8 @@ class Claimed:
     """Another claimer held the queue, so fewer may have come than there are."""
     come_again: bool = False
     """Nothing was started, yet the queue is not empty."""
+    is_alone: bool = False
+    """It brought one job, whose last attempt died with its process: run nothing beside it until it has survived."""
     error: psycopg.Error | None = None
     """Why it failed; nothing was claimed then."""
 
@@ -199,6 +201,7 @@ class Line:
                     claimed.is_armed = bool(flags & ARMED)
                     claimed.is_busy = bool(flags & BUSY)
                     claimed.come_again = bool(flags & COME_AGAIN)
+                    claimed.is_alone = bool(flags & ALONE)
                     continue
                 batch = decode_batch(row, runtime, want.queue, self._handlers)
                 claimed.batches.append(batch)

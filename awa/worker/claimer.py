@@ -49,6 +49,9 @@ FETCH_PAUSE = 5.0
 HELD_PAUSE = 0.05
 """Seconds between claims from a queue that another has held for seconds."""
 
+SURVIVES_AFTER = 2.0
+"""Seconds that a job which may have killed its last process runs before this one claims anything beside it."""
+
 RETRY_PAUSE = 0.1
 """Seconds before a refused flush is sent again, such as the question about a transaction that is still open."""
 
@@ -91,6 +94,8 @@ class Claimer:
         self._held = HeldQueues(conninfo, schema)
         self._line: Line | None = None
         self._is_in_doubt = False
+        self._is_claiming = False
+        self._alone: Attempt | None = None  # it may kill this process, and has not survived yet
         self._lost: Backend | None = None
         self._is_called = False
         self._pending: list[Flush] = []
@@ -227,7 +232,7 @@ class Claimer:
             wanted = self._wanted(arm)
             reply = self._exchange(wanted)
             now = self._last_claim = time.monotonic()
-            attempts = [attempt for claimed in reply.claims for attempt in claimed.attempts]
+            attempts = self._isolated(reply)
             bell.arrived(len(attempts), now)
             if attempts:
                 self._settle_bells(len(attempts))
@@ -246,11 +251,40 @@ class Claimer:
                 self._rest(pause * random.uniform(0.5, 1.5))
                 continue
             wait, arm = bell.next_wait(now)
+            if self._alone is not None:
+                # asleep till then, unless it ends before
+                wait, arm = max(self._alone.started + SURVIVES_AFTER - now, FIRST_POLL), False
             if wait > 0 and not (bell.is_hot and self._outcomes.count):
                 self._rest(wait)
         return []
 
+    def _isolated(self, reply: Reply) -> list[Attempt]:
+        """The attempts to start: all that came, or only one that may kill this process, and the others are released.
+
+        Handlers that run already are left alone. When they die with it, each will be claimed alone in its turn.
+        """
+        attempts = [attempt for claimed in reply.claims for attempt in claimed.attempts]
+        alone = next((claimed.attempts[0] for claimed in reply.claims if claimed.is_alone and claimed.attempts), None)
+        if alone is None:
+            return attempts
+        for attempt in [*attempts, *self.crew.drain()]:
+            if attempt is not alone:
+                self._outcomes.add(attempt, "released")
+        self._alone = alone
+        return [alone]
+
+    def _is_unsafe(self) -> bool:
+        """Whether a job runs, or is about to, that may kill this process."""
+        alone = self._alone
+        if alone is not None and (
+            alone.is_over or (alone.started and time.monotonic() - alone.started >= SURVIVES_AFTER)
+        ):
+            self._alone = None
+        return self._alone is not None
+
     def _wanted(self, arm: bool) -> list[Wanted]:
+        if self._is_unsafe():
+            return []
         crew = self.crew
         free = max(self._threads - crew.busy(), 1)
         ahead = free
@@ -397,6 +431,7 @@ class Claimer:
         self._cancel(self._identity())
         self.crew.drain()
         self._outcomes.clear()
+        self._alone = None
         self._pending.clear()
         self._not_before.clear()
 
@@ -412,6 +447,7 @@ class Claimer:
             return
         mean = self.crew.mean_seconds
         is_saturated = (mean < 0 or mean > SLOW) and self.crew.busy() + count >= self._threads
+        is_saturated |= self._alone is not None  # for as long as it may kill this process
         for spec in self._queues:
             needs_help = is_saturated or self._room(spec) <= 0
             if spec.name in bell.armed and (bell.is_hot or needs_help):
