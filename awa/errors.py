@@ -5,6 +5,7 @@
       ValidationError (ValueError)   a job's option or args cannot be stored
       UnknownKind, DuplicateKind     no handler is registered for the kind; two are
       JobNotFound (LookupError)      no job has that id
+      JobBusy                        another transaction held the job: nothing was changed, try again
       StaleAttempt                   the attempt was taken over
       RuntimeGone                    this worker was taken for dead and rescued
       SchemaNotMigrated, SchemaTooNew, StorageNotTrusted
@@ -63,6 +64,14 @@ class DuplicateKind(AwaError):
 
 class JobNotFound(AwaError, LookupError):
     """No job has that id, or its history is gone."""
+
+    def __init__(self, message: str, *, job_id: int) -> None:
+        super().__init__(message)
+        self.job_id = job_id
+
+
+class JobBusy(AwaError):
+    """Another transaction held what belongs to the job for too long; nothing was changed, try again."""
 
     def __init__(self, message: str, *, job_id: int) -> None:
         super().__init__(message)

@@ -84,11 +84,15 @@ def heartbeat(conn: Connection, schema: Schema, runtime: int, *, newest_claim: i
 
 
 LEAVE = """
-    UPDATE awa.runtime_instances
-       SET last_seen_at = clock_timestamp(), ended_at = clock_timestamp(), newest_claim = %(newest_claim)s,
-           open_claims = '{}'
-     WHERE id = %(runtime)s
-       AND NOT EXISTS (SELECT FROM awa.gone_runtimes g WHERE g.runtime = %(runtime)s)
+    WITH ended AS (
+        UPDATE awa.runtime_instances
+           SET last_seen_at = clock_timestamp(), ended_at = clock_timestamp(), newest_claim = %(newest_claim)s,
+               open_claims = '{}'
+         WHERE id = %(runtime)s
+           AND NOT EXISTS (SELECT FROM awa.gone_runtimes g WHERE g.runtime = %(runtime)s)
+        RETURNING id
+    )
+    DELETE FROM awa.cancel_requests r WHERE r.runtime = (SELECT id FROM ended)
 """
 
 
@@ -169,7 +173,13 @@ def rescue(conn: Connection, schema: Schema, runtime: int, *, limit: int, skip: 
     return found
 
 
-FINISH = "UPDATE awa.runtime_instances SET ended_at = clock_timestamp() WHERE id = %(runtime)s AND ended_at IS NULL"
+FINISH = """
+    WITH ended AS (
+        UPDATE awa.runtime_instances SET ended_at = clock_timestamp() WHERE id = %(runtime)s AND ended_at IS NULL
+        RETURNING id
+    )
+    DELETE FROM awa.cancel_requests r WHERE r.runtime = (SELECT id FROM ended)
+"""
 
 
 def finish(conn: Connection, schema: Schema, runtime: int) -> None:

@@ -313,3 +313,58 @@ def transaction(conn: Conn, isolation: str = "READ COMMITTED") -> Iterator[Conn]
     finally:
         if conn.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
             conn.execute("ROLLBACK")
+
+
+def cancel(conn: Conn, job_id: int, reason: str | None = None, *, force: bool = False) -> tuple[str, str | None]:
+    """What happened, and the state of the job."""
+    row = conn.execute("SELECT * FROM awa.cancel_v1(%s, %s, %s)", (job_id, reason, force)).fetchone()
+    assert row is not None
+    return row[0], row[1]
+
+
+def move(conn: Conn, job_id: int, queue: str) -> tuple[str, str | None]:
+    """What happened, and the state of the job."""
+    row = conn.execute("SELECT * FROM awa.move_v1(%s, %s)", (job_id, queue)).fetchone()
+    assert row is not None
+    return row[0], row[1]
+
+
+def places(conn: Conn, job_id: int) -> dict[str, int]:
+    """In how many places a job is alive or ended: it must be one, whatever happened to it."""
+    row = conn.execute(
+        """SELECT (SELECT count(*) FROM awa.waiting_jobs WHERE id = %(id)s),
+                  (SELECT count(*) FROM awa.ended_jobs WHERE id = %(id)s),
+                  (SELECT count(*) FROM awa.jobs j
+                    WHERE j.id = %(id)s
+                      AND NOT EXISTS (SELECT FROM awa.attempt_ends e
+                                       WHERE e.slot = j.slot AND e.entry_id = j.entry_id AND e.outcome <> 'completed'))
+        """,
+        {"id": job_id},
+    ).fetchone()
+    assert row is not None
+    return {name: n for name, n in zip(("waiting", "ended", "entries"), row, strict=True) if n}
+
+
+class Pause:
+    """Cancels and moves stop between their look at the job and what they do about it."""
+
+    _LOCK = 7_404_008
+
+    def __init__(self, holder: Conn) -> None:
+        self._holder = holder
+        holder.execute("ALTER FUNCTION awa.locate RENAME TO locate_at_once")
+        holder.execute(
+            f"""CREATE FUNCTION awa.locate(p_id bigint) RETURNS TABLE (place text, state text, queue text,
+                    slot smallint, lane smallint, xid xid8, entry_id bigint, runtime bigint, claim_id bigint,
+                    idx smallint) LANGUAGE plpgsql SET lock_timeout = 0 AS $$
+                BEGIN
+                    RETURN QUERY SELECT * FROM awa.locate_at_once(p_id);
+                    PERFORM pg_advisory_lock_shared({self._LOCK});
+                    PERFORM pg_advisory_unlock_shared({self._LOCK});
+                END $$"""
+        )
+        holder.execute("SELECT pg_advisory_lock(%s)", [self._LOCK])
+
+    def go_on(self) -> None:
+        """Let them act, now and from now on."""
+        self._holder.execute("SELECT pg_advisory_unlock(%s)", [self._LOCK])

@@ -19,12 +19,14 @@ import pytest
 from tests.storage.engine import (
     Conn,
     Outcome,
+    cancel,
     claim,
     complete,
     end_unclaimed,
     fall_silent,
     fence,
     insert,
+    move,
     promote,
     register,
     rescue,
@@ -241,6 +243,18 @@ def warm(conn: Conn, runtime: int) -> None:
     assert fence(conn, dead)
     rescue(conn, dead)
     settle(conn, runtime, claim(conn, runtime, queue="warm").members)
+    control(conn, runtime, *insert(conn, 10, 11, 12, 13, queue="warm"), queue="warm")
+
+
+def control(conn: Conn, runtime: int, to_ask: int, to_force: int, to_cancel: int, to_move: int, *, queue: str) -> None:
+    """Cancel two running jobs, the first two of *queue*, and an available one, and move another."""
+    members = claim(conn, runtime, queue=queue, limit=2).members
+    assert [member.id for member in members] == [to_ask, to_force]
+    assert cancel(conn, to_ask) == ("requested", "running")
+    assert cancel(conn, to_force, force=True) == ("cancelled", "cancelled")
+    assert cancel(conn, to_cancel) == ("cancelled", "cancelled")
+    assert move(conn, to_move, "elsewhere") == ("moved", "available")
+    settle(conn, runtime, others=[Outcome(members[0], "retried")])
 
 
 @contents
@@ -398,6 +412,28 @@ def test_rescue_reads_the_open_claims_of_its_runtime(
     check(plans, most_rows=400)
 
 
+@some_contents
+@statistics
+def test_control_reads_few_rows(conn: Conn, explained: Explained, content: Content, statistics: str) -> None:
+    """Guard: the frontier, the open claims and the entry are found by index, under locks that others wait for.
+
+    The look for a job's newest entry is left out: by BRIN, before any lock, it reads whatever is not summarised.
+    """
+    runtime = prepare(conn, statistics, content)
+    ids = [row[0] for row in conn.execute("SELECT id FROM awa.jobs WHERE queue = 'q' ORDER BY entry_id LIMIT 44")]
+    for n in range(0, 40, 4):
+        control(conn, runtime, *ids[n : n + 4], queue="q")
+    first, second, third, fourth = ids[40:]
+    claim(conn, runtime, limit=2)
+    with explained.watch() as plans:
+        cancel(conn, first)
+        cancel(conn, second, force=True)
+        cancel(conn, third)
+        move(conn, fourth, "elsewhere")
+    plans = [plan for plan in plans if "WHERE t.id = p_id ORDER BY t.entry_id DESC" not in plan.query]
+    check(plans, most_rows=200)
+
+
 @statistics
 def test_fetching_long_bodies_reads_their_rows(conn: Conn, explained: Explained, statistics: str) -> None:
     runtime = prepare(conn, statistics, one_queue)
@@ -419,4 +455,6 @@ def test_a_function_does_not_change_the_callers_settings(conn: Conn) -> None:
     insert(conn, 1)
     settle(conn, runtime, claim(conn, runtime).members)
     promote(conn)
+    cancel(conn, insert(conn, 2)[0])
+    move(conn, insert(conn, 3)[0], "b")
     assert [scalar(conn, f"SHOW {name}") for name in names] == before

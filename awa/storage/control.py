@@ -1,0 +1,117 @@
+"""What operators do to one job: cancel it, move it; and the requests that a cancel leaves for running attempts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from psycopg import Connection, Cursor
+from psycopg.rows import dict_row, scalar_row
+
+from awa.errors import JobBusy, JobNotFound
+from awa.job import JobId, JobState
+from awa.storage.jobs import _MISSING, _not_migrated
+from awa.storage.schema import Schema
+
+
+@dataclass(frozen=True, slots=True)
+class Controlled:
+    """What became of an operator's action on one job."""
+
+    id: JobId
+    """The job."""
+    happened: Literal["cancelled", "requested", "moved", "refused", "nothing"]
+    """``cancelled`` or ``moved``: it is. ``requested``: its running handler is told. ``refused``: not in this state.
+    ``nothing``: there was nothing to do."""
+    state: JobState
+    """Its state now."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "state", JobState(self.state))
+
+
+CANCEL = "SELECT happened, state FROM awa.cancel_v1(%(id)s::bigint, %(reason)s::text, %(force)s::boolean)"
+
+
+def cancel_job(
+    conn: Connection[Any], schema: Schema, job_id: int, *, reason: str | None = None, force: bool = False
+) -> Controlled:
+    """Cancel a job, in a transaction of its own at READ COMMITTED.
+
+    Args:
+        reason: Why, for its history.
+        force: Whether to end a running attempt at once, instead of telling its handler.
+
+    Raises:
+        JobNotFound: There is none, or its history is gone.
+        JobBusy: Somebody held it for a second; nothing was changed.
+
+    Source: migrations/0010_control.sql.
+    """
+    return _control(conn, schema, job_id, CANCEL, {"reason": reason, "force": force})
+
+
+MOVE = "SELECT happened, state FROM awa.move_v1(%(id)s::bigint, %(queue)s::text)"
+
+
+def move_job(conn: Connection[Any], schema: Schema, job_id: int, queue: str) -> Controlled:
+    """Move a job that waits or is available to the end of *queue*, in a transaction of its own at READ COMMITTED.
+
+    Returns:
+        ``moved``; ``nothing`` when it was there already; ``refused`` when it is running or has ended.
+
+    Raises:
+        JobNotFound: There is none, or its history is gone.
+        JobBusy: Somebody held it for a second; nothing was changed.
+
+    Source: migrations/0010_control.sql.
+    """
+    return _control(conn, schema, job_id, MOVE, {"queue": queue})
+
+
+def _control(conn: Connection[Any], schema: Schema, job_id: int, text: str, params: dict[str, Any]) -> Controlled:
+    try:
+        with Cursor(conn, row_factory=dict_row) as cursor:
+            found = cursor.execute(schema.sql(text), {"id": job_id} | params).fetchone()
+    except _MISSING as error:
+        raise _not_migrated(schema) from error
+    assert found is not None
+    if found["happened"] == "not_found":
+        raise JobNotFound(f"no job has the id {job_id}, or its history is gone", job_id=job_id)
+    if found["happened"] == "busy":
+        raise JobBusy(
+            f"job {job_id}, which is {found['state']}, was held by another transaction for a second: nothing was "
+            "changed, try again",
+            job_id=job_id,
+        )
+    return Controlled(id=JobId(job_id), **found)
+
+
+REQUESTS = "SELECT entry_id FROM awa.cancel_requests WHERE runtime = %(runtime)s"
+
+
+def list_requests(conn: Connection[Any], schema: Schema, runtime: int) -> set[int]:
+    """The entries of *runtime* that somebody asked to cancel."""
+    with Cursor(conn, row_factory=scalar_row) as cursor:
+        return set(cursor.execute(schema.sql(REQUESTS), {"runtime": runtime}))
+
+
+# One whose attempt is open stays: whatever ends it must find the request.
+FORGET = """
+    DELETE FROM awa.cancel_requests r
+     WHERE r.runtime = %(runtime)s AND r.entry_id = ANY (%(entries)s::bigint[])
+       AND (EXISTS (SELECT FROM awa.completions x
+                     WHERE x.slot = r.slot AND x.claim_id = r.claim_id AND r.idx = ANY (x.idx) OFFSET 0)
+            OR EXISTS (SELECT FROM awa.attempt_ends e WHERE e.slot = r.slot AND e.entry_id = r.entry_id OFFSET 0)
+            OR NOT EXISTS (SELECT FROM awa.claims c
+                            WHERE c.slot = r.slot AND c.runtime = r.runtime AND c.claim_id = r.claim_id OFFSET 0))
+"""
+
+
+def forget_requests(conn: Connection[Any], schema: Schema, runtime: int, entries: Collection[int]) -> None:
+    """Remove the requests for *entries*, as far as their attempts have ended.
+
+    They ended before they were told, as completed; or were ended by force, and have been told.
+    """
+    conn.execute(schema.sql(FORGET), {"runtime": runtime, "entries": list(entries)})
