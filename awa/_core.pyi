@@ -71,6 +71,7 @@ class Attempt:
     @property
     def thread(self) -> int: ...
     is_cancelled: bool
+    is_asked_to_cancel: bool
     @property
     def was_completed(self) -> bool: ...
     @property

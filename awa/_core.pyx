@@ -484,6 +484,7 @@ cdef class Attempt:
     cdef readonly double expired       # when its handler was told that its time is up; 0 when it was not
     cdef readonly unsigned long thread
     cdef public bint is_cancelled
+    cdef public bint is_asked_to_cancel
     cdef readonly bint was_completed
     cdef readonly bint is_over
     cdef readonly bint is_abandoned

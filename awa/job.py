@@ -240,7 +240,7 @@ class Job(Generic[A]):
 
     @property
     def cancelled(self) -> bool:
-        """Whether the attempt need not go on: it was taken over, or its time is up."""
+        """Whether the attempt need not go on: somebody asked to cancel it, it was taken over, or its time is up."""
         return self._attempt.is_cancelled
 
     def complete(self, conn: Connection[Any] | Cursor[Any]) -> None:

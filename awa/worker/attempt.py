@@ -66,7 +66,9 @@ class Attempts:
         ending = result if error is None else error
         # type(): an object may lie about its __class__
         chosen = ending if issubclass(type(ending), Outcome) else None
-        if isinstance(chosen, Snooze):
+        if attempt.is_asked_to_cancel and (chosen is not None or error is not None):
+            self._cancelled(attempt, ending, elapsed_ms)
+        elif isinstance(chosen, Snooze):
             self._add(attempt, "snoozed", elapsed_ms, delay=chosen.seconds)
             self._after_complete(attempt, f"Snooze({chosen.seconds:g})")
         elif isinstance(chosen, Cancel):
@@ -88,6 +90,18 @@ class Attempts:
         ending = "returned" if error is None else f"raised {describe(error).type}"
         text = "its handler %s after %.1f s; its attempt had been ended when its time was up"
         self._log(logging.WARNING, attempt, text, ending, elapsed_ms / 1000)
+
+    def _cancelled(self, attempt: Attempt, ending: object, elapsed_ms: int) -> None:
+        """Somebody asked to cancel the attempt, and it did not succeed."""
+        reason: Failure | None = None
+        if isinstance(ending, Cancel):
+            reason = told("Cancel", ending.reason or "cancelled by its handler")
+        elif isinstance(ending, BaseException) and not isinstance(ending, Outcome):
+            reason = describe(ending)
+        self._add(attempt, "cancelled", elapsed_ms, reason)  # the database knows who asked why
+        shown = type(ending).__name__ if reason is None else f"{reason.type}: {reason.text}"
+        if not self._after_complete(attempt, shown):
+            self._log(logging.INFO, attempt, "cancelled as somebody asked; it ended with %s", shown)
 
     def _failed(self, attempt: Attempt, error: BaseException, elapsed_ms: int) -> None:
         options = attempt.handler.options or TaskOptions()

@@ -7,6 +7,7 @@ unless a server gets a claim out of a proxy whose client is gone: whoever lost t
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 
 from psycopg import Connection
@@ -17,6 +18,7 @@ from awa.errors import RuntimeGone
 from awa.storage import recovery, runtimes
 from awa.storage.pool import connect
 from awa.storage.schema import Schema
+from awa.worker.requests import LOOK_EVERY, Requests
 from awa.worker.service import Service
 
 log = logging.getLogger("awa.worker")
@@ -24,6 +26,8 @@ log = logging.getLogger("awa.worker")
 
 class Heartbeat(Service):
     """Tells every *interval* seconds that this runtime lives, and which of its claims are open.
+
+    Between two signs of life it looks for requests to cancel what runs.
 
     Args:
         is_certain: Whether no claim is on its way to this process, and none was lost on it.
@@ -39,6 +43,7 @@ class Heartbeat(Service):
         identity: Callable[[], int],
         outcomes: Outcomes,
         is_certain: Callable[[], bool],
+        requests: Requests,
         on_gone: Callable[[int], None],
     ) -> None:
         super().__init__("heartbeat")
@@ -51,30 +56,39 @@ class Heartbeat(Service):
         self._identity = identity
         self._outcomes = outcomes
         self._is_certain = is_certain
+        self._requests = requests
         self._on_gone = on_gone
         self._connection: Connection | None = None
+        self._due = 0.0  # when the next sign of life is
         self._gone = 0  # the last runtime that was reported
         self._runtime = 0  # whose claims these are:
         self._accounted = 0  # up to this one all are known, ...
         self._received = 0  # ... and at the next look up to this one
 
     def step(self) -> float:
-        """Give one sign of life."""
+        """Give a sign of life when one is due, and look for requests."""
         if self._connection is None:
             self._connection = connect(self._hasty, name="heartbeat")
+            self._due = 0.0
+        if time.monotonic() >= self._due:
+            self._beat(self._connection)
+            self._due = time.monotonic() + self._interval
+        self._requests.look(self._connection, self._identity())
+        return max(min(self._due - time.monotonic(), LOOK_EVERY), 0.0)
+
+    def _beat(self, connection: Connection) -> None:
         # newest first: a claim that arrives between the two reads is above the newest, or in the list
         newest = self._outcomes.newest_claim
         runtime = self._identity()
         is_known = runtimes.heartbeat(
-            self._connection, self._schema, runtime, newest_claim=newest, open_claims=self._outcomes.open_claims()
+            connection, self._schema, runtime, newest_claim=newest, open_claims=self._outcomes.open_claims()
         )
         if not is_known and runtime == self._identity() and runtime != self._gone:
             self._gone = runtime
             log.warning("runtime %d was taken for dead", runtime)
             self._on_gone(runtime)
         if is_known:
-            self._give_back_unknown(self._connection, runtime, newest)
-        return self._interval
+            self._give_back_unknown(connection, runtime, newest)
 
     def _give_back_unknown(self, connection: Connection, runtime: int, newest: int) -> None:
         """Release claims of this runtime of which the process knows nothing.

@@ -36,6 +36,7 @@ from awa.worker.maintenance.promote import Promote
 from awa.worker.maintenance.rescue import Rescue
 from awa.worker.maintenance.retention import Retention
 from awa.worker.maintenance.ring import Ring
+from awa.worker.requests import Requests
 from awa.worker.service import Service, first_line
 from awa.worker.watch import Watch
 
@@ -186,6 +187,7 @@ class Worker:
                 identity=identity,
                 outcomes=self._outcomes,
                 is_certain=lambda: claimer.is_certain,
+                requests=Requests(self._crew, schema),
                 on_gone=claimer.gone,
             ),
             Maintenance(
