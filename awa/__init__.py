@@ -10,6 +10,7 @@ from awa.errors import (
     DatabaseNotFound,
     DeadlineExceeded,
     DuplicateKind,
+    JobBusy,
     JobNotFound,
     RuntimeGone,
     SchemaNotMigrated,
@@ -25,6 +26,7 @@ from awa.insert import Inserted, NewJob
 from awa.job import Cancel, EntryId, Job, JobId, JobState, Outcome, RetryAfter, Snooze, current_job
 from awa.registry import BoundArgs, Task
 from awa.retry import exponential, fixed, linear
+from awa.storage.control import Controlled
 from awa.storage.jobs import JobInfo
 from awa.unique import unique_key
 from awa.version import VERSION as __version__
@@ -35,12 +37,14 @@ __all__ = [
     "Cancel",
     "Client",
     "ConfigError",
+    "Controlled",
     "DatabaseNotFound",
     "DeadlineExceeded",
     "DuplicateKind",
     "EntryId",
     "Inserted",
     "Job",
+    "JobBusy",
     "JobId",
     "JobInfo",
     "JobNotFound",

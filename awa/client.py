@@ -17,7 +17,8 @@ from awa.insert import Defaults, Inserted, Lent, NewJob, Producer, override
 from awa.job import JobId
 from awa.registry import Registry, Task, TaskOptions, check_hook
 from awa.retry import RetryPolicy
-from awa.storage import jobs
+from awa.storage import control, jobs
+from awa.storage.control import Controlled
 from awa.storage.jobs import JobInfo
 from awa.storage.pool import Pool
 from awa.storage.schema import Schema
@@ -246,6 +247,32 @@ class Client:
         job_id = options.check_job_id(job_id)
         with self.connection() as conn:
             return jobs.get_job(conn, self._schema, JobId(job_id))
+
+    # --- controlling ------------------------------------------------------------------------------------------------
+
+    def cancel(self, job_id: int, *, reason: str | None = None, force: bool = False) -> Controlled:
+        """Cancel a job: at once when it is not running, else by telling its handler, or by *force*.
+
+        The handler's ``job.cancelled`` becomes true within a second. Whatever the attempt then comes to, except a
+        success, cancels the job without a retry. *force* ends the attempt in the database at once: the handler is told
+        too, and what it comes to is refused.
+
+        Args:
+            reason: Why, for whoever looks at the job later; at most 1,000 characters.
+            force: End a running attempt at once.
+
+        Returns:
+            What happened: ``cancelled``, ``requested``, or ``nothing`` when the job had ended; and its state now.
+
+        Raises:
+            JobNotFound: There is none, or its history is gone.
+            JobBusy: Somebody held the job for a second; nothing was changed, try again.
+            ValidationError: *job_id* can be no job's id, *reason* cannot be stored, or *force* is no bool.
+        """
+        job_id, reason = options.check_job_id(job_id), options.check_reason(reason)
+        force = options.check_flag(force, "force")
+        with self.connection() as conn:
+            return control.cancel_job(conn, self._schema, job_id, reason=reason, force=force)
 
     # --- working ----------------------------------------------------------------------------------------------------
 

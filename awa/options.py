@@ -14,12 +14,14 @@ from awa.job import LONGEST_WAIT, as_seconds
 
 __all__ = [
     "check_delay",
+    "check_flag",
     "check_job_id",
     "check_kind",
     "check_max_attempts",
     "check_pool_size",
     "check_priority",
     "check_queue",
+    "check_reason",
     "check_run_at",
     "check_tags",
     "check_timeout",
@@ -31,6 +33,7 @@ T = TypeVar("T")
 
 MAX_NAME = 200
 MAX_TAGS = 20
+MAX_REASON = 1_000
 FIRST_PRIORITY, LAST_PRIORITY = 1, 4
 MAX_ATTEMPTS = 1000
 MAX_POOL = 1000
@@ -116,6 +119,18 @@ def check_job_id(value: object, path: str = "job_id") -> int:
     return _check_int(value, path, 1, 2**63 - 1, "as an insert gave it")
 
 
+def check_flag(value: object, path: str) -> bool:
+    """True or False, and nothing that merely looks like it."""
+    if not isinstance(value, bool):
+        raise _refused(f"{path} must be True or False, got {_shown(value)}", path, value, (False, True))
+    return value
+
+
+def check_reason(value: object, path: str = "reason") -> str | None:
+    """Why an operator does something: None, or text of 1 to 1,000 characters."""
+    return None if value is None else _check_text(value, path, MAX_REASON, "say why, or leave it out")
+
+
 def declared(check: Callable[[Any], T], value: object) -> T:
     """*value* after *check*, whose complaint is about a declaration here, not about a job.
 
@@ -140,19 +155,23 @@ def _check_int(value: object, path: str, first: int, last: int, hint: str) -> in
 
 
 def _check_name(value: object, path: str) -> str:
-    """*value* when it is text that PostgreSQL stores: 1 to 200 characters, no NUL, no lone surrogate."""
+    return _check_text(value, path, MAX_NAME, f"give it a name of 1 to {MAX_NAME} characters")
+
+
+def _check_text(value: object, path: str, most: int, hint: str) -> str:
+    """*value* when it is text that PostgreSQL stores: 1 to *most* characters, no NUL, no lone surrogate."""
     if not isinstance(value, str):
-        raise _refused(f"{path} must be a str of 1 to {MAX_NAME} characters, got {_shown(value)}", path, value)
+        raise _refused(f"{path} must be a str of 1 to {most} characters, got {_shown(value)}", path, value, most)
     # The plain text: members of a StrEnum are welcome and stored as what they say.
     text = str.__str__(value)
     if not text:
-        raise _refused(f"{path} is empty: give it a name of 1 to {MAX_NAME} characters", path, value)
-    if len(text) > MAX_NAME:
-        raise _refused(f"{path} has {len(text):,} characters, the limit is {MAX_NAME}: shorten it", path, value)
+        raise _refused(f"{path} is empty: {hint}", path, value, most)
+    if len(text) > most:
+        raise _refused(f"{path} has {len(text):,} characters, the limit is {most:,}: shorten it", path, value, most)
     if "\0" in text:
-        raise _refused(f"{path} {text!a} contains NUL, which PostgreSQL cannot store", path, value)
+        raise _refused(f"{path} {text!a} contains NUL, which PostgreSQL cannot store", path, value, most)
     if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise _refused(f"{path} {text!a} contains a lone surrogate, which is no text", path, value)
+        raise _refused(f"{path} {text!a} contains a lone surrogate, which is no text", path, value, most)
     return text
 
 

@@ -109,3 +109,21 @@ def test_the_public_unique_key_takes_typed_args() -> None:
 def test_a_client_knows_which_settings_code_gave() -> None:
     assert awa.Client().said == frozenset()
     assert awa.Client("dbname=x", schema="s", notify=False).said == {"database", "schema", "notify"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "path"),
+    [
+        ({"job_id": 0}, "job_id"),
+        ({"job_id": "7"}, "job_id"),
+        ({"reason": ""}, "reason"),
+        ({"reason": "a\0"}, "reason"),
+        ({"reason": "x" * 1001}, "reason"),
+        ({"force": 1}, "force"),
+    ],
+)
+def test_a_cancel_that_cannot_be_meant_is_refused(nowhere: awa.Client, arguments: dict[str, Any], path: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        nowhere.cancel(**{"job_id": 1} | arguments)
+    assert (caught.value.path, caught.value.value) == (path, arguments[path])
+    assert str(caught.value).startswith(path)

@@ -45,6 +45,11 @@ from awa.errors import ValidationError
             for value in (timedelta(seconds=-1), timedelta(days=25), 2_147_483.001, 2**31, math.nan)
         ),
         *((options.check_job_id, value, "job_id", (1, 2**63 - 1)) for value in (0, -5, 2**63, "1", 1.0, True, None)),
+        *((options.check_reason, value, "reason", 1000) for value in ("", "x" * 1001, "a\0b", "\udfff", 5, b"x")),
+        *(
+            (lambda value: options.check_flag(value, "force"), value, "force", (False, True))
+            for value in (1, None, "no")
+        ),
         *((options.check_pool_size, value, "pool_size", (1, 1000)) for value in (0, 1001, "x", 2.0)),
     ],
     ids=lambda value: "" if isinstance(value, int) else None,  # one of them has more digits than Python prints
@@ -75,6 +80,8 @@ def test_good_options_come_back_as_they_are_stored() -> None:
     assert options.check_timeout(0) == 0.0
     assert options.check_timeout(timedelta(days=24)) == 2_073_600.0
     assert (options.check_job_id(1), options.check_job_id(2**63 - 1)) == (1, 2**63 - 1)
+    assert (options.check_reason(None), options.check_reason("ě" * 1000)) == (None, "ě" * 1000)
+    assert options.check_flag(True, "force") is True
     moment = options.check_run_at(datetime(2026, 7, 1, 12, tzinfo=timezone(timedelta(hours=2))))
     assert (moment, moment.tzinfo) == (datetime(2026, 7, 1, 10, tzinfo=UTC), UTC)
     assert options.check_run_at(datetime(1970, 1, 1, tzinfo=UTC)).year == 1970
