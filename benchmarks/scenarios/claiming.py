@@ -7,22 +7,21 @@ the time of a claim is that of the claim: sent, run, received and decoded.
 from __future__ import annotations
 
 import math
-import os
 import time
 from itertools import repeat
 from types import TracebackType
 from typing import Self
-from uuid import uuid4
 
 import psycopg
 
 import awa
 from awa._core import Crew, Flush, Outcomes
+from awa.config import Settings
 from awa.job import Outcome
-from awa.storage import runtimes
 from awa.storage.line import Claimed, Line, Wanted
 from awa.storage.schema import Schema
 from awa.version import VERSION
+from awa.worker.identity import Identity
 from awa.worker.supervisor import make_handlers
 from benchmarks.record import BenchmarkError, Result, percentiles
 from benchmarks.scenarios.tasks import client as tasks
@@ -73,7 +72,14 @@ class Claiming:
         self._handlers = make_handlers(tasks.registry)
         self._outcomes = Outcomes()
         self._crew = Crew(
-            1, self._outcomes, job=_none, conclude=_none, lead=self._rest, chosen=Outcome, flush_after=math.inf
+            1,
+            self._outcomes,
+            job=_none,
+            conclude=_none,
+            late=_none,
+            lead=self._rest,
+            chosen=Outcome,
+            flush_after=math.inf,
         )
         self._steps = 0  # warm-up included; each inserted, claimed and completed BATCH jobs
         self._loaded = 0
@@ -85,16 +91,9 @@ class Claiming:
     def __enter__(self) -> Self:
         self._client = awa.Client(self._database)
         self._lent = psycopg.connect(self._database, autocommit=True)
-        self._runtime = runtimes.register(
-            self._lent,
-            Schema(),
-            uuid=uuid4(),
-            hostname="benchmark",
-            pid=os.getpid(),
-            version=VERSION,
-            queues="[]",
-            heartbeat=3600.0,
-        )
+        identity = Identity(self._database, Schema(), Settings(), VERSION, self._handlers)
+        identity.register()
+        self._runtime = identity()
         self._line = Line(self._database, Schema(), self._handlers)
         self.warm_up()
         return self

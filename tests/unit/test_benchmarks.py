@@ -261,10 +261,7 @@ def test_a_worker_that_cannot_start_is_reported(server: Server, empty_database: 
     ("scenario", "variant"),
     [
         *(("insert", "copy"), ("insert", "single"), ("drain", "noop"), ("latency", "paced"), ("producers", "16-off")),
-        *(
-            ("fleet", "4"),
-            ("snapshot", "writing"),
-        ),
+        *(("fleet", "4"), ("snapshot", "writing")),
     ],
 )
 def test_a_scenario_gives_no_figure_when_a_job_has_not_run(
