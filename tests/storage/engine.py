@@ -243,6 +243,13 @@ def rescue(conn: Conn, runtime: int, *, limit: int = 100, skip: int = 0) -> tupl
     return row[0], row[1], row[2]
 
 
+def expire(conn: Conn, runtime: int, *, behind: float = 30.0, limit: int = 50, skip: int = 0) -> tuple[int, int]:
+    """Ended and blocked."""
+    row = conn.execute("SELECT * FROM awa.expire_v1(%s::bigint, %s, %s, %s)", (runtime, behind, limit, skip)).fetchone()
+    assert row is not None
+    return row[0], row[1]
+
+
 def promote(conn: Conn, *, floor: str = "-infinity", limit: int = 1000) -> int:
     row = conn.execute("SELECT awa.promote_v1(%s::timestamptz, %s)", (floor, limit)).fetchone()
     assert row is not None

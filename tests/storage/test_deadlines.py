@@ -20,6 +20,7 @@ from tests.storage.engine import (
     Outcome,
     claim,
     complete,
+    expire,
     fall_silent,
     fence,
     insert,
@@ -30,8 +31,6 @@ from tests.storage.engine import (
     transaction,
     wait_for_lock,
 )
-
-BEHIND = 30.0
 
 
 def limits(conn: Conn, runtime: int, timeout_ms: int | None = 300_000, **kinds: int) -> None:
@@ -49,11 +48,6 @@ def age(conn: Conn, seconds: float) -> None:
 
 def heard(conn: Conn, runtime: int, newest: int, opened: list[int]) -> None:
     assert runtimes.heartbeat(conn, AWA, runtime, newest_claim=newest, open_claims=opened)
-
-
-def expire(conn: Conn, runtime: int, *, limit: int = 50, skip: int = 0) -> tuple[int, int]:
-    done = runtimes.expire(conn, AWA, runtime, behind=BEHIND, limit=limit, skip=skip)
-    return done.ended, done.blocked
 
 
 def history(conn: Conn, job: int) -> list[dict[str, Any]]:
@@ -128,7 +122,8 @@ def test_the_limit_is_the_jobs_then_its_kinds_then_the_workers(conn: Conn, runti
 def test_a_worker_that_told_no_limits_is_left_alone(conn: Conn) -> None:
     """Guard: timeout_ms IS NOT NULL; workers of older versions write none."""
     runtime = register(conn)
-    insert(conn, 1)
+    insert(conn, 1, 2)
+    conn.execute("UPDATE awa.jobs SET timeout_ms = 1000 WHERE args->>'n' = '1'")
     claim(conn, runtime)
     age(conn, 1e7)
     assert runtimes.list_with_limits(conn, AWA) == []

@@ -23,6 +23,7 @@ from tests.storage.engine import (
     claim,
     complete,
     end_unclaimed,
+    expire,
     fall_silent,
     fence,
     insert,
@@ -432,6 +433,33 @@ def test_control_reads_few_rows(conn: Conn, explained: Explained, content: Conte
         move(conn, fourth, "elsewhere")
     plans = [plan for plan in plans if "WHERE t.id = p_id ORDER BY t.entry_id DESC" not in plan.query]
     check(plans, most_rows=200)
+
+
+@contents
+@statistics
+def test_a_look_for_overdue_attempts_reads_the_open_claims_of_its_runtime(
+    conn: Conn, explained: Explained, content: Content, statistics: str
+) -> None:
+    """Guard: as for a rescue; and claims that are young are not looked into."""
+    runtime = prepare(conn, statistics, content)
+    opened = [claim(conn, runtime, limit=10) for _ in range(12)]
+    settle(conn, runtime, [member for claimed in opened for member in claimed.members[:5]])
+    conn.execute(
+        "UPDATE awa.runtime_instances SET newest_claim = %s, open_claims = %s, timeout_ms = 1000 WHERE id = %s",
+        (opened[5].batches[0], [claimed.batches[0] for claimed in opened[:6]], runtime),
+    )
+    for _ in range(10):
+        assert expire(conn, runtime, limit=2) == (0, 0)
+    with explained.watch() as plans:
+        assert expire(conn, runtime, limit=2) == (0, 0)
+    check(plans, most_rows=30)
+    conn.execute("UPDATE awa.claims SET claimed_at = claimed_at - interval '1 h' WHERE runtime = %s", (runtime,))
+    for _ in range(10):
+        assert expire(conn, runtime, limit=2) == (2, 0)
+    with explained.watch() as plans:
+        assert expire(conn, runtime, limit=10) == (10, 0)
+    # two looks at twelve claims with their bodies and one row of successes for each of their members, and twenty ends
+    check(plans, most_rows=1000)
 
 
 @statistics

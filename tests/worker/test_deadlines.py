@@ -19,8 +19,10 @@ from awa.embedded import Server
 from awa.storage.migrate import migrate
 from awa.storage.schema import Schema
 from awa.worker import watch
+from awa.worker.maintenance.deadlines import Deadlines
 from tests.fixtures.db import wait_until
 from tests.fixtures.jobs import StartWorker, WorkerProcesses, count, count_running, ended, in_state
+from tests.storage import engine
 
 Conn = psycopg.Connection[Any]
 
@@ -408,3 +410,101 @@ def test_a_process_leaves_in_good_order_though_a_handler_never_ends(
     assert process.wait() == 0, process.stderr
     assert "0 still running, 1 threads abandoned" in process.stderr
     assert count(conn, OPEN_RUNTIMES) == 0
+
+
+# The second line
+
+
+def test_what_a_worker_does_not_end_the_leader_ends(
+    client: awa.Client,
+    start_worker: StartWorker,
+    conn: Conn,
+    work: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(watch.Watch, "step", lambda self: 1.0)  # it looks at nothing
+    go_on = threading.Event()
+
+    @client.task(timeout=0.3, retry=awa.fixed(0.01))
+    def endless() -> None:
+        if awa.current_job().attempt == 1:
+            assert go_on.wait(30)
+
+    @client.task(timeout=0)
+    def unlimited() -> None:
+        assert go_on.wait(30)
+
+    patient = client.insert(unlimited.bind())
+    job = client.insert(endless.bind())
+    start_worker(client, threads=3, heartbeat=0.1, stale_after=0.5, timeout=300)
+    info = in_state(client, job, "retryable")
+    assert [(entry["outcome"], entry["type"]) for entry in info.history] == [("retried", "awa.errors.DeadlineExceeded")]
+    assert "did not end it within 0.5 s more" in info.history[0]["text"]
+    with caplog.at_level(logging.WARNING):
+        go_on.set()
+        wait_until(lambda: "1 outcomes were refused" in caplog.text)
+    assert client.get(job.id).history == info.history
+    info = ended(client, job)  # after the default backoff: the leader knows no other
+    assert (info.state, info.attempt) == ("completed", 2)
+    assert ended(client, patient).attempt == 1
+    wait_until(lambda: count_running(conn) == 0)
+
+
+def test_the_limits_of_a_worker_are_known_to_the_leader(
+    client: awa.Client, start_worker: StartWorker, conn: Conn
+) -> None:
+    @client.task(timeout=1.5, aliases=["was_quick"])
+    def quick() -> None: ...
+
+    @client.task(timeout=0)
+    def endless() -> None: ...
+
+    @client.task()
+    def usual() -> None: ...
+
+    start_worker(client, timeout=60)
+    assert conn.execute("SELECT timeout_ms, kind_timeouts FROM awa.runtime_instances").fetchall() == [
+        (60_000, {"quick": 1500, "was_quick": 1500, "endless": 0})
+    ]
+
+
+def test_nothing_is_ended_from_outside_before_the_leader_has_led_for_long(conn: Conn) -> None:
+    """After an outage the living have outcomes to record that waited for the database, not for them."""
+    runtime = engine.register(conn)
+    conn.execute("UPDATE awa.runtime_instances SET timeout_ms = 1000")
+    [job] = engine.insert(conn, 1)
+    engine.claim(conn, runtime)
+    conn.execute("UPDATE awa.claims SET claimed_at = claimed_at - interval '1 h'")
+    chore = Deadlines(Schema(), heartbeat=5.0, stale_after=30.0)
+    assert chore.run(conn, 12.0) == 18.0
+    assert engine.state(conn, job) == "running"
+    assert chore.run(conn, 30.0) == 5.0
+    assert engine.state(conn, job) == "retryable"
+
+
+def test_attempts_that_cannot_be_ended_now_hold_nobody_up(conn: Conn, database: str) -> None:
+    """Runtimes and attempts behind them get their turn in the same round, and the round has an end."""
+    runtimes = [engine.register(conn) for _ in range(3)]
+    conn.execute("UPDATE awa.runtime_instances SET timeout_ms = 1000")
+    jobs, members = [], []
+    for runtime in runtimes:
+        jobs += engine.insert(conn, *range(4))
+        members += engine.claim(conn, runtime).members
+    conn.execute("UPDATE awa.claims SET claimed_at = claimed_at - interval '1 h'")
+    chore = Deadlines(Schema(), heartbeat=5.0, stale_after=30.0)
+    blocked = [members[0], members[2], members[5]]
+    with psycopg.connect(database) as mine:
+        for member in blocked:
+            engine.complete(mine, member)
+        for _ in range(20):
+            if chore.run(conn, 60.0) > 0:
+                break
+        else:
+            raise AssertionError("the round has no end")
+        states = {job: engine.state(conn, job) for job in jobs}
+        assert [job for job in jobs if states[job] == "running"] == [member.id for member in blocked]
+        mine.rollback()
+    while chore.run(conn, 60.0) == 0:
+        pass
+    assert {engine.state(conn, job) for job in jobs} == {"retryable"}

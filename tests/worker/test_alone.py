@@ -1,0 +1,170 @@
+"""A job whose last attempt died with its process runs alone in the next, until it has ended or survived."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+import pytest
+
+import awa
+from awa.worker import bell, claimer
+from tests.fixtures.db import wait_until
+from tests.fixtures.jobs import StartWorker, count, ended
+from tests.storage import engine
+
+Conn = psycopg.Connection[Any]
+
+CLAIMED = """
+    SELECT count(*) FROM awa.claims c CROSS JOIN LATERAL unnest(c.entry_ids) WHERE c.runtime = %s
+"""
+
+INSERT = "INSERT INTO awa.jobs (queue, kind) VALUES (%s, 'suspect') RETURNING id"
+
+RELEASED = "SELECT count(*) FROM awa.attempt_ends WHERE outcome = 'released'"
+
+
+class Suspect:
+    """A task whose handlers stay inside until they are let go, and note when they began."""
+
+    def __init__(self, client: awa.Client) -> None:
+        self.started = threading.Semaphore(0)
+        self.go_on = threading.Event()
+        self.began: list[float] = []
+
+        @client.task(kind="suspect")
+        def suspect() -> None:
+            self.began.append(time.monotonic())
+            self.started.release()
+            assert self.go_on.wait(30)
+
+        self.task = suspect
+
+    def wait(self) -> None:
+        assert self.started.acquire(timeout=10)
+
+
+@pytest.fixture
+def suspect(client: awa.Client) -> Iterator[Suspect]:
+    suspect = Suspect(client)
+    yield suspect
+    suspect.go_on.set()
+
+
+@pytest.fixture
+def ran(client: awa.Client) -> list[float]:
+    """When the jobs of the kind ``work`` ran."""
+    ran: list[float] = []
+
+    @client.task(kind="work")
+    def work() -> None:
+        ran.append(time.monotonic())
+
+    return ran
+
+
+def rescued(conn: Conn, *queues: str) -> list[int]:
+    """Suspects whose first attempts died with their worker; their inserts have rung no bell, their rescue does."""
+    dead = engine.register(conn)
+    jobs = []
+    for queue in queues:
+        jobs.append(engine.scalar(conn, INSERT, queue))
+        assert engine.claim(conn, dead, queue=queue).ids == jobs[-1:]
+    engine.fall_silent(conn, dead)
+    assert engine.fence(conn, dead)
+    assert engine.rescue(conn, dead) == (len(jobs), len(jobs), 0)
+    return jobs
+
+
+def insert_work(client: awa.Client, *queues: str) -> list[awa.Inserted]:
+    return [client.insert({}, kind="work", queue=queue) for queue in queues]
+
+
+def test_nothing_is_claimed_beside_it_until_it_has_ended(
+    client: awa.Client, start_worker: StartWorker, conn: Conn, suspect: Suspect, ran: list[float]
+) -> None:
+    [job] = rescued(conn, "default")
+    worker = start_worker(client, threads=4, queues=["default", "other"], poll_interval=0.02)
+    suspect.wait()
+    others = insert_work(client, "default", "other", "default", "other")
+    time.sleep(0.3)
+    assert count(conn, CLAIMED, worker.runtime) == 1
+    assert ran == []
+    suspect.go_on.set()
+    assert all(ended(client, other, timeout=1.5).state == "completed" for other in others)
+    wait_until(lambda: client.get(job).state == "completed")
+    assert client.get(job).attempt == 2
+    assert count(conn, RELEASED) == 0
+
+
+def test_it_has_survived_after_a_while(
+    client: awa.Client,
+    start_worker: StartWorker,
+    conn: Conn,
+    suspect: Suspect,
+    ran: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(claimer, "SURVIVES_AFTER", 0.7)
+    rescued(conn, "default")
+    others = insert_work(client, "default", "other")
+    start_worker(client, threads=4, queues=["default", "other"], poll_interval=30)
+    assert all(ended(client, other).state == "completed" for other in others)
+    assert min(ran) - suspect.began[0] >= 0.7
+    assert not suspect.go_on.is_set()
+
+
+def test_two_suspects_run_one_after_the_other(
+    client: awa.Client, start_worker: StartWorker, conn: Conn, suspect: Suspect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claimer, "SURVIVES_AFTER", 0.5)
+    jobs = rescued(conn, "default", "default", "other")
+    start_worker(client, threads=4, queues=["default", "other"], poll_interval=30)
+    for _ in jobs:
+        suspect.wait()
+    first, second, third = sorted(suspect.began)
+    assert second - first >= 0.5
+    assert third - second >= 0.5
+    suspect.go_on.set()
+    wait_until(lambda: all(client.get(job).state == "completed" for job in jobs))
+    assert {client.get(job).attempt for job in jobs} == {2}  # to be released costs none
+
+
+def test_what_came_with_it_is_released(
+    client: awa.Client, start_worker: StartWorker, conn: Conn, suspect: Suspect, ran: list[float]
+) -> None:
+    [job] = rescued(conn, "other")
+    others = insert_work(client, "default", "default")
+    start_worker(client, threads=4, queues=["default", "other"], poll_interval=0.02)  # one round trip asks both
+    suspect.wait()
+    wait_until(lambda: count(conn, RELEASED) == 2)
+    assert ran == []
+    suspect.go_on.set()
+    for other in others:
+        info = ended(client, other)
+        assert (info.state, info.attempt, info.history) == ("completed", 1, [])
+    wait_until(lambda: client.get(job).state == "completed")
+    assert client.get(job).attempt == 2
+
+
+def test_another_worker_answers_for_the_queue_meanwhile(
+    client: awa.Client,
+    start_worker: StartWorker,
+    conn: Conn,
+    suspect: Suspect,
+    ran: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(claimer, "SURVIVES_AFTER", 30.0)
+    monkeypatch.setattr(bell, "FIRST_POLL", 30.0)  # who is not woken does not look
+    start_worker(client, threads=2, poll_interval=30)
+    assert ended(client, insert_work(client, "default")[0]).state == "completed"
+    rescued(conn, "default")
+    suspect.wait()
+    start_worker(client, threads=2, poll_interval=30)
+    for _ in range(3):
+        assert ended(client, insert_work(client, "default")[0], timeout=5).state == "completed"
+    assert not suspect.go_on.is_set()
