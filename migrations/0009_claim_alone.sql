@@ -1,4 +1,5 @@
--- Claiming: a job whose last attempt was rescued comes alone; and what ended in other slots costs nothing.
+-- Claiming: a job whose last attempt was rescued comes alone; what ended in other slots costs nothing, and open
+-- transactions cost less.
 --
 -- Replaces two functions, in place: workers of before get smaller batches, and pass over the flag. Adds an index, which
 -- holds off the recording of failures while it is built. Works with awa 0.1 and later.
@@ -68,6 +69,8 @@ DECLARE
     f awa.lane_frontier;
     r record;
     g record;
+    v_parts record;              -- the parts of the page from here to now
+    v_parts_from text;
     w_lane smallint[];           -- the walk: one element per range, in walk order
     w_from pg_snapshot[];
     w_to pg_snapshot[];
@@ -116,6 +119,7 @@ BEGIN
         v_frontier := coalesce(v_frontier, '{}');
         v_claimed_at := coalesce(v_claimed_at, '-infinity');
         v_now := awa.page_end();
+        v_parts_from := NULL;
         IF v_direct IS NULL THEN
             v_aside := NULL;
             IF p_kinds IS NOT NULL AND NOT v_held AND EXISTS (SELECT FROM awa.waiting_jobs t
@@ -174,7 +178,12 @@ BEGIN
                     w_lo_xid := w_lo_xid || pg_snapshot_xmax(f.page_from); w_lo_entry := w_lo_entry || -1::bigint;
                     w_hi_xid := w_hi_xid || pg_snapshot_xmax(v_now); w_hi_entry := w_hi_entry || -1::bigint;
                 ELSE
-                    r := awa.page_ranges(f.page_from, v_now, '0', 0);
+                    -- most lanes were last looked at together: the parts of their pages are the same
+                    IF v_parts_from IS DISTINCT FROM f.page_from::text THEN
+                        v_parts := awa.page_ranges(f.page_from, v_now, '0', 0);
+                        v_parts_from := f.page_from::text;
+                    END IF;
+                    r := v_parts;
                     w_lane := w_lane || array_fill(v_lane, ARRAY[cardinality(r.lo_xid)]);
                     w_from := w_from || array_fill(f.page_from, ARRAY[cardinality(r.lo_xid)]);
                     w_to := w_to || array_fill(v_now, ARRAY[cardinality(r.lo_xid)]);
