@@ -187,6 +187,7 @@ CHECKS = (
         """,
     ),
     Check(
+        # A fenced runtime may not have noticed: it still begins what it had claimed, and is refused at its end.
         "jobs run twice at a time, in two living runtimes",
         """
         SELECT format('job %s: entry %s at %s, entry %s at %s',
@@ -194,9 +195,8 @@ CHECKS = (
           FROM ledger.runs a
           JOIN ledger.runs b ON b.job = a.job AND b.entry_id <> a.entry_id AND b.started_at > a.started_at
            AND b.started_at < coalesce(a.ended_at, 'infinity')
-          JOIN a_member m ON m.entry_id = a.entry_id
-         WHERE NOT EXISTS (SELECT FROM awa.gone_runtimes g
-                            WHERE g.runtime = m.runtime AND g.gone_at < b.started_at)
+         WHERE NOT EXISTS (SELECT FROM a_member m JOIN awa.gone_runtimes g USING (runtime)
+                            WHERE m.entry_id IN (a.entry_id, b.entry_id) AND g.gone_at < b.started_at)
            AND NOT EXISTS (SELECT FROM ledger.crashes c
                             WHERE c.ended_at + interval '1 s' > a.started_at AND c.began_at < b.started_at)
         """,

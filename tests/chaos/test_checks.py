@@ -130,6 +130,20 @@ def test_a_handler_that_a_crash_let_begin_twice_is_no_violation(scene: Scene) ->
     assert scene.findings() == {}
 
 
+def test_a_fenced_worker_that_begins_late_is_no_violation(scene: Scene) -> None:
+    scene.note(1)
+    scene.insert(1)
+    (late,) = scene.claim()
+    fence(scene.conn, scene.runtime)
+    rescue(scene.conn, scene.runtime)
+    scene.runtime = engine.register(scene.conn)
+    (member,) = scene.claim()
+    scene.run(member, lasts=60)
+    scene.settle([member])
+    scene.run(late)
+    assert scene.findings() == {}
+
+
 def _lost(scene: Scene) -> None:
     scene.note(1)
 
