@@ -78,9 +78,29 @@ def changeable(mark: int, pad: str = "") -> awa.Outcome | None:
         return chance.choice([None, Snooze(later), RetryAfter(later), Cancel("was to be cancelled")])
 
 
+@client.task(kind="overdue", timeout=0.5, retry=_AGAIN)
+def overdue(mark: int, pad: str = "") -> None:
+    """Often takes longer than it may; sometimes in a call that nothing interrupts."""
+    with running(mark) as (_, chance):
+        until = time.monotonic() + chance.uniform(0.1, 3.0)
+        step = chance.choice([0.01, 5.0])
+        while (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, step))
+
+
 @client.task(kind="effect", retry=_AGAIN)
 def effect(mark: int, pad: str = "") -> None:
-    """Completes inside its own transaction; its row must be there exactly once if the job is completed, else not."""
+    _have_effect(mark)
+
+
+@client.task(kind="hasty", timeout=0.5, retry=_AGAIN)
+def hasty(mark: int, pad: str = "") -> None:
+    """Likewise, but its time may be up meanwhile."""
+    _have_effect(mark)
+
+
+def _have_effect(mark: int) -> None:
+    """Complete inside a transaction: its row must be there exactly once if the job is completed, else not."""
     with running(mark) as (job, chance):
         with client.connection() as conn:
             conn.isolation_level = chance.choice([None, *IsolationLevel])

@@ -149,17 +149,18 @@ CHECKS = (
           FULL JOIN (SELECT j.mark, count(*) AS n
                        FROM a_job j JOIN a_final t USING (job)
                       WHERE t.state = 'completed'
-                        AND EXISTS (SELECT FROM ledger.entries e WHERE e.job = j.job AND e.kind = 'effect')
+                        AND EXISTS (SELECT FROM ledger.entries e WHERE e.job = j.job AND e.kind IN ('effect', 'hasty'))
                       GROUP BY j.mark) d USING (mark)
          WHERE coalesce(f.n, 0) <> coalesce(d.n, 0)
         """,
     ),
     Check(
+        # By its own worker, that is; what maintenance ends from outside may not have begun.
         "completed without a run",
         """
         SELECT format('entry %s, claim %s', x.entry_id, x.claim_id)
           FROM ledger.ends x
-         WHERE x.outcome IN ('completed', 'retried', 'snoozed', 'cancelled')
+         WHERE (x.outcome = 'completed' OR (x.flush IS NOT NULL AND x.outcome IN ('retried', 'snoozed', 'cancelled')))
            AND NOT EXISTS (SELECT FROM ledger.runs r WHERE r.entry_id = x.entry_id)
         """,
     ),
@@ -187,7 +188,8 @@ CHECKS = (
         """,
     ),
     Check(
-        # A fenced runtime may not have noticed: it still begins what it had claimed, and is refused at its end.
+        # A fenced runtime may not have noticed: it still begins what it had claimed, and is refused at its end. A
+        # handler whose time is up may go on in a thread that was given up.
         "jobs run twice at a time, in two living runtimes",
         """
         SELECT format('job %s: entry %s at %s, entry %s at %s',
@@ -197,6 +199,8 @@ CHECKS = (
            AND b.started_at < coalesce(a.ended_at, 'infinity')
          WHERE NOT EXISTS (SELECT FROM a_member m JOIN awa.gone_runtimes g USING (runtime)
                             WHERE m.entry_id IN (a.entry_id, b.entry_id) AND g.gone_at < b.started_at)
+           AND NOT EXISTS (SELECT FROM ledger.entries e
+                            WHERE e.entry_id = a.entry_id AND e.kind IN ('hasty', 'overdue'))
            AND NOT EXISTS (SELECT FROM ledger.crashes c
                             WHERE c.ended_at + interval '1 s' > a.started_at AND c.began_at < b.started_at)
         """,

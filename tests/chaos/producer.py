@@ -31,6 +31,8 @@ KINDS = {
     "flaky": 6.0,
     "changeable": 6.0,
     "effect": 8.0,
+    "hasty": 3.0,
+    "overdue": 0.5,
     "deadly": 0.06,
     "rare": 4.0,
 }
@@ -75,7 +77,7 @@ class Producer:
         kind = chance.choices(list(KINDS), list(KINDS.values()))[0]
         if kind == "deadly":
             options["max_attempts"] = 2
-        elif kind == "flaky":
+        elif kind in ("flaky", "overdue"):
             options["max_attempts"] = chance.randint(1, 5)
         if chance.random() < 0.3:
             options["priority"] = chance.randint(1, 4)

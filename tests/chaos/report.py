@@ -64,6 +64,12 @@ FIGURES = """
                 FROM ledger.ends WHERE outcome = 'completed' AND flush IS NULL
     UNION ALL SELECT 'of these after the fence, before the rescue', count(*)
                 FROM ledger.ends WHERE outcome = 'completed' AND flush IS NULL AND was_gone
+    UNION ALL SELECT 'attempts past their time, ended by maintenance', count(*)
+                FROM ledger.ends WHERE outcome IN ('retried', 'failed') AND flush IS NULL AND NOT was_gone
+    UNION ALL SELECT 'of these before they had begun', count(*)
+                FROM ledger.ends x
+               WHERE outcome IN ('retried', 'failed') AND flush IS NULL AND NOT was_gone
+                 AND NOT EXISTS (SELECT FROM ledger.runs r WHERE r.entry_id = x.entry_id)
     UNION ALL SELECT 'handlers begun', count(*) FROM ledger.runs
     UNION ALL SELECT 'handlers killed', count(*) FROM ledger.runs WHERE ended_at IS NULL
     UNION ALL SELECT 'claims', count(*) FROM ledger.claims
