@@ -182,13 +182,15 @@ BEGIN
     RETURN cardinality(v_entries);
 END $$;
 
--- Empty a sealed slot of which the caller has found p_entries entries, each with an end of its own, and no others.
--- Returns 'pruned'; 'current' when the ring is there; 'changed' when there are more entries now; 'busy' when somebody
--- writes or reads there longer than a few milliseconds. Nothing changes but with 'pruned'.
+-- Empty a sealed slot of which the caller has found p_entries entries, each with an end of its own, and no others, in
+-- the file p_file (pg_relation_filenode of the slot's jobs, read before). Returns 'pruned'; 'current' when the ring is
+-- there; 'changed' when there are more entries now, or others; 'busy' when somebody writes or reads there longer than a
+-- few milliseconds. Nothing changes but with 'pruned'.
 --
 -- Ends are only ever added, so the entries found with an end have one still; as many entries under the lock as were
--- found before are the same ones. Before the readers are locked out the frontiers that lie here are written down.
-CREATE FUNCTION awa.prune_v1(p_slot smallint, p_entries bigint) RETURNS text
+-- found before are the same ones, unless somebody else has emptied the slot since: then it has another file. Before the
+-- readers are locked out the frontiers that lie here are written down.
+CREATE FUNCTION awa.prune_v1(p_slot smallint, p_entries bigint, p_file oid) RETURNS text
 LANGUAGE plpgsql VOLATILE
 SET lock_timeout = '10ms'
 AS $$
@@ -209,7 +211,7 @@ BEGIN
         EXECUTE format('LOCK TABLE ONLY awa.jobs_%1$s, ONLY awa.claims_%1$s, ONLY awa.completions_%1$s,'
                        ' ONLY awa.attempt_ends_%1$s IN SHARE ROW EXCLUSIVE MODE', p_slot);
         EXECUTE format('SELECT count(*) FROM awa.jobs_%s', p_slot) INTO v_found;
-        IF v_found <> p_entries THEN
+        IF v_found <> p_entries OR pg_relation_filenode(format('awa.jobs_%s', p_slot)::regclass) <> p_file THEN
             RETURN 'changed';
         END IF;
         EXECUTE format(

@@ -33,6 +33,8 @@ class Segment:
     """When the ring turned away."""
     now: datetime
     """By the database's clock, or what a test said."""
+    file: int
+    """Of its entries: another one each time the slot has been emptied."""
     job_pages: int
     """Pages of its entries."""
     claim_pages: int
@@ -68,6 +70,7 @@ class Segment:
 LIST_SEGMENTS = """
     SELECT r.slot, r.slot = pg_sequence_last_value('awa.ring_seq') AS is_current, r.opened_at, r.sealed_at,
            coalesce(%(now)s, clock_timestamp()) AS now,
+           pg_relation_filenode(format('awa.jobs_%%s', r.slot)::regclass)::bigint AS file,
            (s.jobs / b.size)::integer AS job_pages, (s.claims / b.size)::integer AS claim_pages,
            (s.completions / b.size)::integer AS completion_pages, (s.ends / b.size)::integer AS end_pages,
            s.jobs + s.claims + s.completions + s.ends AS size_bytes
@@ -270,16 +273,20 @@ def carry(conn: Connection[Any], schema: Schema, slot: int, queue: str, *, limit
     return None if found < 0 else int(found)
 
 
-PRUNE = "SELECT awa.prune_v1(%(slot)s::smallint, %(entries)s)"
+PRUNE = "SELECT awa.prune_v1(%(slot)s::smallint, %(entries)s, %(file)s::bigint::oid)"
 
 
-def prune(conn: Connection[Any], schema: Schema, slot: int, *, entries: int) -> str:
+def prune(conn: Connection[Any], schema: Schema, slot: int, *, entries: int, file: int) -> str:
     """Empty a sealed slot, all of whose *entries* have been found to have ended.
 
+    Args:
+        file: In which file they were found. A slot that was emptied since may hold as many others.
+
     Returns:
-        ``pruned``; or, and nothing has changed, ``busy``, ``changed`` (there are more entries now) or ``current``.
+        ``pruned``; or, and nothing has changed, ``busy``, ``changed`` (there are more entries now, or others) or
+        ``current``.
 
     Source: migrations/0008_ring.sql.
     """
     with conn.cursor(row_factory=scalar_row) as cursor:
-        return str(cursor.execute(schema.sql(PRUNE), {"slot": slot, "entries": entries}).fetchone())
+        return str(cursor.execute(schema.sql(PRUNE), {"slot": slot, "entries": entries, "file": file}).fetchone())

@@ -56,6 +56,12 @@ def count(conn: Conn, slot: int) -> int:
     return int(scalar(conn, f"SELECT count(*) FROM awa.jobs_{slot}"))
 
 
+def prune(conn: Conn, slot: int, entries: int) -> str:
+    """As somebody who has counted them just now."""
+    file = scalar(conn, f"SELECT pg_relation_filenode('awa.jobs_{slot}')")
+    return ring.prune(conn, AWA, slot, entries=entries, file=file)
+
+
 def run_through(conn: Conn, runtime: int, queue: str = "q") -> list[int]:
     """Claim and complete everything; the numbers, first to run first."""
     found: list[int] = []
@@ -252,11 +258,31 @@ def test_a_straggler_that_commits_after_the_look_is_not_lost(conn: Conn) -> None
     settle(conn, runtime, claim(conn, runtime).members)
     turn(conn)
     conn.execute("INSERT INTO awa.jobs (slot, queue, kind, args) VALUES (0, 'q', 'noop', '{\"n\": 2}')")
-    assert ring.prune(conn, AWA, 0, entries=1) == "changed"
+    assert prune(conn, 0, 1) == "changed"
     look(conn, make_chore(), rounds=2)
     assert run_through(conn, runtime) == [2]
     look(conn, make_chore(), rounds=2)
     assert 0 in empty_slots(conn)
+
+
+def test_who_led_long_ago_empties_nothing_that_came_since(conn: Conn) -> None:
+    """It found that one entry has ended; another leader emptied the slot, and one that is open lies there now. By
+    numbers and pages alone they are the same, and the open one is lost: tried."""
+    runtime = register(conn)
+    now: list[datetime | None] = [None]
+    first = make_chore(retention=DAY, now=lambda: now[0])
+    insert(conn, 1)
+    run_through(conn, runtime)
+    turn(conn)
+    file = scalar(conn, "SELECT pg_relation_filenode('awa.jobs_0')")
+    look(conn, first)  # all have ended, and are to be kept for a day
+    look(conn, make_chore())
+    assert 0 in empty_slots(conn)
+    conn.execute("INSERT INTO awa.jobs (slot, queue, kind, args) VALUES (0, 'q', 'noop', '{\"n\": 2}')")
+    now[0] = scalar(conn, "SELECT now() + interval '2 days'")
+    look(conn, first, rounds=3)
+    assert ring.prune(conn, AWA, 0, entries=1, file=file) == "changed"
+    assert run_through(conn, runtime) == [2]
 
 
 def test_a_straggler_in_an_open_transaction_holds_prune_off(conn: Conn, other: Conn) -> None:
@@ -268,9 +294,9 @@ def test_a_straggler_in_an_open_transaction_holds_prune_off(conn: Conn, other: C
         insert(conn, 1)
         settle(conn, runtime, claim(conn, runtime).members)
         turn(conn)
-        assert ring.prune(conn, AWA, 0, entries=1) == "busy"
+        assert prune(conn, 0, 1) == "busy"
         conn.execute("ALTER FUNCTION awa.prune_v1 SET lock_timeout = '20s'")  # the moment, drawn out
-        waiting = Background(lambda: ring.prune(conn, AWA, 0, entries=1))
+        waiting = Background(lambda: prune(conn, 0, 1))
         wait_for_lock(other, conn)
         other.execute("COMMIT")
     assert waiting.result() == "changed"
@@ -284,7 +310,7 @@ def test_a_straggler_into_an_emptied_slot_is_an_entry_like_any_other(conn: Conn,
     settle(conn, runtime, claim(conn, runtime).members)
     turn(conn)
     with transaction(conn):
-        assert ring.prune(conn, AWA, 0, entries=1) == "pruned"
+        assert prune(conn, 0, 1) == "pruned"
         late = Background(
             lambda: other.execute(
                 "INSERT INTO awa.jobs (slot, queue, kind, args) VALUES (0, 'q', 'noop', '{\"n\": 2}')"
@@ -304,13 +330,13 @@ def test_a_reader_holds_prune_off_and_loses_nothing(conn: Conn, other: Conn) -> 
     turn(conn)
     with transaction(other, "REPEATABLE READ"):
         assert scalar(other, "SELECT count(*) FROM awa.jobs") == 1
-        assert ring.prune(conn, AWA, 0, entries=1) == "busy"
+        assert prune(conn, 0, 1) == "busy"
         assert scalar(other, "SELECT count(*) FROM awa.jobs") == 1
-    assert ring.prune(conn, AWA, 0, entries=1) == "pruned"
+    assert prune(conn, 0, 1) == "pruned"
 
 
 def test_the_current_slot_is_never_emptied(conn: Conn) -> None:
-    assert ring.prune(conn, AWA, 0, entries=0) == "current"
+    assert prune(conn, 0, 0) == "current"
 
 
 def test_a_claim_that_stood_behind_prune_sees_the_checkpoint(conn: Conn, other: Conn) -> None:
@@ -326,7 +352,7 @@ def test_a_claim_that_stood_behind_prune_sees_the_checkpoint(conn: Conn, other: 
     other.execute("ALTER FUNCTION awa.claim_v1 SET lock_timeout = '20s'")
     assert claim(other, runtime).members == []  # its plans are made
     with transaction(conn):
-        assert ring.prune(conn, AWA, 0, entries=1) == "pruned"
+        assert prune(conn, 0, 1) == "pruned"
         standing = Background(lambda: claim(other, runtime))
         with psycopg.connect(conn.info.dsn, autocommit=True) as observer:
             wait_for_lock(observer, other)
@@ -341,7 +367,7 @@ def test_a_claim_that_stood_behind_prune_sees_the_checkpoint(conn: Conn, other: 
 def test_prune_and_carry_need_read_committed(conn: Conn, isolation: str) -> None:
     """With an older snapshot they would not see what was written or claimed last."""
     turn(conn)
-    for call in ("awa.prune_v1(0::smallint, 0)", "awa.carry_v1(0::smallint, 'q', 10)"):
+    for call in ("awa.prune_v1(0::smallint, 0, 0)", "awa.carry_v1(0::smallint, 'q', 10)"):
         with transaction(conn, isolation), pytest.raises(psycopg.Error) as refused:
             conn.execute(f"SELECT {call}")
         assert refused.value.sqlstate == "AWA02"

@@ -67,6 +67,8 @@ Reader = Callable[[Connection, Schema, int, int, int], T]
 class Seen:
     """What earlier rounds found out about a sealed segment."""
 
+    file: int
+    """In which they lie. When it is another, somebody else has emptied the slot, and none of this is true any more."""
     pages: int
     """Pages of entries when they were printed."""
     entries: Print
@@ -159,11 +161,13 @@ class Ring:
         slot = segment.slot
         seen = self._seen.get(slot)
         began = monotonic()
+        if seen is not None and seen.file != segment.file:
+            seen = None
         if seen is not None and segment.job_pages == seen.pages and began < seen.look_at:
             return
         if seen is None or segment.job_pages != seen.pages:
             prints = yield from self._read(ring.print_entries, slot, segment.job_pages)
-            seen = self._seen[slot] = Seen(segment.job_pages, sum(prints, Print()))
+            seen = self._seen[slot] = Seen(segment.file, segment.job_pages, sum(prints, Print()))
         if not seen.has_ended:
             ended = sum((yield from self._read(ring.count_completed, slot, segment.completion_pages)))
             ended += sum((yield from self._read(ring.count_ended, slot, segment.end_pages)))
@@ -173,7 +177,7 @@ class Ring:
             else:
                 yield from self._compare(segment, seen)
         if seen.has_ended and self._is_kept_long_enough(segment, seen):
-            outcome = ring.prune(self._conn, self._schema, slot, entries=seen.entries.count)
+            outcome = ring.prune(self._conn, self._schema, slot, entries=seen.entries.count, file=seen.file)
             yield
             if outcome == "pruned":
                 log.info("emptied slot %d: %d entries that had ended", slot, seen.entries.count)
