@@ -285,6 +285,22 @@ def test_who_led_long_ago_empties_nothing_that_came_since(conn: Conn) -> None:
     assert run_through(conn, runtime) == [2]
 
 
+def test_entries_that_were_committed_behind_the_look_do_not_hold_a_segment(conn: Conn, other: Conn) -> None:
+    """They lie on pages that were printed without them: what was printed once is not believed for ever."""
+    runtime = register(conn)
+    [waiting] = insert(conn, 1)
+    chore = make_chore()
+    with transaction(other):
+        insert(other, 2)
+        turn(conn)
+        look(conn, chore)
+        other.execute("COMMIT")
+    assert sorted(run_through(conn, runtime)) == [1, 2]
+    look(conn, chore, rounds=2)
+    assert 0 in empty_slots(conn)
+    assert state(conn, waiting) is None
+
+
 def test_a_straggler_in_an_open_transaction_holds_prune_off(conn: Conn, other: Conn) -> None:
     """Size and last page see nothing of it. It may commit while prune waits for its lock: counted before that lock is
     had, it is lost: tried."""

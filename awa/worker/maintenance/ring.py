@@ -79,6 +79,8 @@ class Seen:
     """When the last was completed."""
     look_at: float = 0.0
     """When to look again, by the monotonic clock."""
+    odd: tuple[Print, Print] | None = None
+    """Entries and ends of the last look, which did not match."""
     complaint: str = ""
     """What was logged last about why it stays."""
 
@@ -165,9 +167,11 @@ class Ring:
             seen = None
         if seen is not None and segment.job_pages == seen.pages and began < seen.look_at:
             return
-        if seen is None or segment.job_pages != seen.pages:
+        if seen is None or segment.job_pages != seen.pages or seen.odd is not None:
+            odd, complaint = (seen.odd, seen.complaint) if seen is not None else (None, "")
             prints = yield from self._read(ring.print_entries, slot, segment.job_pages)
-            seen = self._seen[slot] = Seen(segment.file, segment.job_pages, sum(prints, Print()))
+            seen = Seen(segment.file, segment.job_pages, sum(prints, Print()), odd=odd, complaint=complaint)
+            self._seen[slot] = seen
         if not seen.has_ended:
             ended = sum((yield from self._read(ring.count_completed, slot, segment.completion_pages)))
             ended += sum((yield from self._read(ring.count_ended, slot, segment.end_pages)))
@@ -193,6 +197,9 @@ class Ring:
         if ends == seen.entries:
             seen.has_ended = True
             seen.last_completed = max((at for _, at in found if at is not None), default=None)
+        elif seen.odd != (seen.entries, ends):
+            # Perhaps some entries were committed after the others were printed, and have ended: print them all again.
+            seen.odd = (seen.entries, ends)
         else:
             text = "%d entries of slot %d have %d ends, which are not theirs one for one; see `awa storage check`"
             self._complain(seen, text % (seen.entries.count, segment.slot, ends.count))
