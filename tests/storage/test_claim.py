@@ -205,9 +205,9 @@ def test_idle_claims_beside_open_writers_store_an_advanced_frontier_once_a_secon
     runtime = register(conn)
     insert(conn, -1)
     assert claim(conn, runtime).numbers == [-1]
-    conn.execute("UPDATE awa.claims SET claimed_at = claimed_at - interval '1 h'")
     writers = []
-    for expected in (1, 0):
+    for ago, expected in (("1 h", 1), ("-1 h", 0)):
+        conn.execute("UPDATE awa.claims SET claimed_at = clock_timestamp() - %s::interval", (ago,))
         for _ in range(6):  # they cut each lane's walk into five ranges
             writers.append(open_connection())
             writers[-1].execute("BEGIN")

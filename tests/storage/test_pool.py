@@ -59,6 +59,23 @@ def test_both_kinds_notice_a_vanished_server_and_leave_that_to_the_user(
         assert parameters(first) == parameters(second) == ["7", "99", "5", "3", "30000"]
 
 
+@pytest.mark.parametrize("default", ["repeatable read", "serializable"])
+def test_the_librarys_connections_are_read_committed_whatever_the_default(database: str, default: str) -> None:
+    """Guard: the isolation is set for each session, and in a pool before the first use.
+
+    Without it a role or database with a stricter default can neither claim nor settle: tried.
+    """
+    strict = make_conninfo(database, options="-c default_transaction_isolation=" + default.replace(" ", "\\ "))
+
+    def isolation(conn: psycopg.Connection) -> str:
+        row = conn.execute("SHOW transaction_isolation").fetchone()
+        assert row is not None
+        return str(row[0])
+
+    with psycopg.connect(strict) as theirs, connect(strict, name="worker") as first, pooled(strict) as second:
+        assert [isolation(conn) for conn in (theirs, first, second)] == [default, "read committed", "read committed"]
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
