@@ -343,7 +343,7 @@ class WithInitVar:
         (int, "declare a dataclass"),
         (list[int], "declare a dataclass"),
         (Item | None, "declare a dataclass"),
-        (object(), "object"),
+        pytest.param(object(), "object", id="no type"),
     ],
     ids=str,
 )
