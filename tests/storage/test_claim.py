@@ -45,7 +45,7 @@ def frontier(conn: Conn, lane: int = 5, queue: str = "q") -> dict[str, str | Non
 def test_an_open_producer_delays_nobody_and_its_jobs_come_after_its_commit(
     conn: Conn, other: Conn, third: Conn
 ) -> None:
-    """Guard: the page's snapshots; a frontier of the last xid alone loses the early xid that commits late."""
+    """Guard: the page's snapshots; a frontier of the last xid alone loses the early xid that commits late: tried."""
     runtime = register(conn)
     with transaction(other):
         insert(other, 1)
@@ -119,7 +119,10 @@ def test_commit_order_decides_between_pages(conn: Conn, open_connection: Callabl
 
 
 def test_jobs_of_savepoints_belong_to_their_transaction(conn: Conn, other: Conn) -> None:
-    """Guard: jobs.xid is the top-level transaction's; a subtransaction's own id is in no snapshot's list."""
+    """Guard: jobs.xid is the top-level transaction's; a subtransaction's own id is in no snapshot's list.
+
+    Without the list of open transactions in the page's end all of them are lost: tried.
+    """
     runtime = register(conn)
     with transaction(other):
         other.execute("SAVEPOINT a")
@@ -164,7 +167,10 @@ def test_a_rolled_back_job_never_runs(conn: Conn, other: Conn) -> None:
 
 
 def test_jobs_of_many_open_writers_all_come(conn: Conn, open_connection: Callable[[], Conn]) -> None:
-    """Guard: late transactions come by xid, those that did not cut a page like those that did."""
+    """Guard: late transactions come by xid, those that did not cut a page like those that did.
+
+    Without the ranges of late transactions none of the forty comes: tried.
+    """
     runtime = register(conn)
     producers = [open_connection() for _ in range(40)]
     for n, producer in enumerate(producers):
@@ -184,7 +190,10 @@ def test_jobs_of_many_open_writers_all_come(conn: Conn, open_connection: Callabl
 
 
 def test_a_commit_between_two_walks_of_a_page_is_started_once(conn: Conn, open_connection: Callable[[], Conn]) -> None:
-    """Guard: visibility in the page's own snapshot, which hides what the cuts do not; else it comes in two pages."""
+    """Guard: visibility in the page's own snapshot, which hides what the cuts do not.
+
+    Without it the job of the fifth open writer is started in this page and in the next: tried.
+    """
     runtime = register(conn)
     insert(conn, 100, 101)
     producers = [open_connection() for _ in range(6)]
@@ -201,7 +210,10 @@ def test_a_commit_between_two_walks_of_a_page_is_started_once(conn: Conn, open_c
 def test_idle_claims_beside_open_writers_store_an_advanced_frontier_once_a_second(
     conn: Conn, open_connection: Callable[[], Conn]
 ) -> None:
-    """Guard: the empty claim row after an empty walk of more than 32 ranges, and its limit of one a second."""
+    """Guard: the empty claim row after an empty walk of more than 32 ranges, and its limit of one a second.
+
+    Without the one nothing is stored, without the other every poll stores a row: both tried.
+    """
     runtime = register(conn)
     insert(conn, -1)
     assert claim(conn, runtime).numbers == [-1]
@@ -222,7 +234,7 @@ def test_idle_claims_beside_open_writers_store_an_advanced_frontier_once_a_secon
 
 
 def test_a_claim_does_not_read_uncommitted_rows(conn: Conn, other: Conn, third: Conn) -> None:
-    """Guard: the cuts of a page at open transactions; as a filter, each poll reads every uncommitted row."""
+    """Guard: the cuts of a page at open transactions; as a filter, each poll reads every uncommitted row: tried."""
     runtime = register(conn)
     third.execute("SET stats_fetch_consistency = none")
     insert(conn, 1)
@@ -231,12 +243,12 @@ def test_a_claim_does_not_read_uncommitted_rows(conn: Conn, other: Conn, third: 
         other.execute("INSERT INTO awa.jobs (queue, kind) SELECT 'q', 'noop' FROM generate_series(1, 50000)")
         insert(conn, 2)
         for expected in ([2], [], []):
-            before = _index_entries_read(conn, third)
+            before = index_entries_read(conn, third)
             assert claim(conn, runtime).numbers == expected
-            assert _index_entries_read(conn, third) - before < 50
+            assert index_entries_read(conn, third) - before < 50
 
 
-def _index_entries_read(conn: Conn, observer: Conn) -> int:
+def index_entries_read(conn: Conn, observer: Conn) -> int:
     conn.execute("SELECT pg_stat_force_next_flush()")
     conn.execute("SELECT 1")
     read = "SELECT sum(idx_tup_read)::bigint FROM pg_stat_user_indexes WHERE relname LIKE 'jobs%%'"
@@ -247,7 +259,10 @@ def _index_entries_read(conn: Conn, observer: Conn) -> int:
 
 
 def test_jobs_that_the_claiming_transaction_appends_later_are_not_skipped(conn: Conn, other: Conn) -> None:
-    """Guard: awa.page_end lists the own transaction; its snapshot does not list it as running."""
+    """Guard: awa.page_end lists the own transaction; its snapshot does not list it as running.
+
+    Without the own transaction id in the page's end the job is hidden for ever: tried.
+    """
     runtime = register(conn)
     with transaction(conn):
         scalar(conn, "SELECT pg_current_xact_id()::text")
@@ -259,7 +274,10 @@ def test_jobs_that_the_claiming_transaction_appends_later_are_not_skipped(conn: 
 
 
 def test_a_second_claim_in_one_transaction_goes_on_where_the_first_stopped(conn: Conn, other: Conn) -> None:
-    """Guard: awa.page_end, with the own rows before and behind a claim row of the same transaction."""
+    """Guard: awa.page_end, with the own rows before and behind a claim row of the same transaction.
+
+    Without the own transaction id the first of them is started before it is committed: tried.
+    """
     runtime = register(conn)
     with transaction(conn):
         insert(conn, 1)
@@ -303,14 +321,17 @@ def test_a_claim_that_is_rolled_back_started_nothing(conn: Conn) -> None:
 
 
 @pytest.mark.parametrize("isolation", ["REPEATABLE READ", "SERIALIZABLE"])
-def test_a_claim_under_an_old_snapshot_is_refused(conn: Conn, isolation: str) -> None:
-    """Guard: AWA02; an older snapshot would read an old frontier and claim again what others have."""
+def test_a_claim_under_an_old_snapshot_is_refused(conn: Conn, other: Conn, isolation: str) -> None:
+    """Guard: AWA02; an older snapshot reads an old frontier, and starts again what others have: tried."""
     runtime = register(conn)
-    insert(conn, 1)
-    with transaction(conn, isolation), pytest.raises(psycopg.Error) as caught:
-        claim(conn, runtime)
+    insert(conn, 1, 2)
+    with transaction(conn, isolation):
+        scalar(conn, "SELECT count(*) FROM awa.claims")
+        assert claim(other, register(other), limit=1).numbers == [1]
+        with pytest.raises(psycopg.Error) as caught:
+            claim(conn, runtime)
     assert caught.value.sqlstate == "AWA02"
-    assert claim(conn, runtime).numbers == [1]
+    assert claim(conn, runtime).numbers == [2]
 
 
 def test_a_claim_commits_asynchronously_and_leaves_the_callers_commit_alone(conn: Conn) -> None:
@@ -329,7 +350,7 @@ def test_a_claim_commits_asynchronously_and_leaves_the_callers_commit_alone(conn
 
 
 def test_a_frontier_from_beyond_this_servers_transactions_is_refused(conn: Conn) -> None:
-    """Guard: AWA03; with the rows of another cluster new jobs would hide behind the frontier."""
+    """Guard: AWA03; with the rows of another cluster new jobs hide behind the frontier: tried."""
     runtime = register(conn)
     insert(conn, 1)
     claim(conn, runtime)
@@ -343,7 +364,10 @@ def test_a_frontier_from_beyond_this_servers_transactions_is_refused(conn: Conn)
 
 
 def test_the_newer_of_claim_row_and_checkpoint_is_the_cursor(conn: Conn) -> None:
-    """Guard: the frontier is read from both in one statement, newest claim id first."""
+    """Guard: the frontier is read from both in one statement, newest claim id first.
+
+    With the older of the two the second job is started twice: tried.
+    """
     runtime = register(conn)
     insert(conn, 1, 2)
     assert claim(conn, runtime, limit=1).numbers == [1]
@@ -365,7 +389,7 @@ def test_the_newer_of_claim_row_and_checkpoint_is_the_cursor(conn: Conn) -> None
 
 @pytest.mark.parametrize("limit", [1, 3, 10, 100])
 def test_live_jobs_behind_ended_ones_are_found(conn: Conn, limit: int) -> None:
-    """Guard: a walk that met only ended entries stores how far it came and goes on."""
+    """Guard: a walk that met only ended entries stores how far it came and goes on; else it never ends: tried."""
     runtime = register(conn)
     ids = insert(conn, *range(40))
     end_unclaimed(conn, [*ids[:18], *ids[20:38]])
@@ -373,7 +397,7 @@ def test_live_jobs_behind_ended_ones_are_found(conn: Conn, limit: int) -> None:
 
 
 def test_more_ended_jobs_than_one_claim_walks_over_are_not_taken_for_an_empty_queue(conn: Conn) -> None:
-    """Guard: the flag COME_AGAIN after the last round; with EMPTY a worker would sleep on a full queue."""
+    """Guard: the flag COME_AGAIN after the last round; without it a worker sleeps on a full queue: tried."""
     runtime = register(conn)
     ids = insert(conn, *range(50))
     end_unclaimed(conn, ids[:45])
@@ -385,7 +409,7 @@ def test_more_ended_jobs_than_one_claim_walks_over_are_not_taken_for_an_empty_qu
 
 
 def test_an_ended_entry_is_not_started(conn: Conn) -> None:
-    """Guard: entries with an end of their own are left out of the batch, also in the middle of it."""
+    """Guard: entries with an end of their own are left out of the batch, also in the middle of it: tried."""
     runtime = register(conn)
     ids = insert(conn, *range(6))
     end_unclaimed(conn, [ids[0], ids[2], ids[5]])
@@ -417,7 +441,7 @@ def test_a_job_of_an_unknown_kind_is_set_aside_and_claimed_by_a_worker_that_know
 
 
 def test_a_batch_of_unknown_kinds_only_is_not_an_empty_queue(conn: Conn) -> None:
-    """Guard: the claim goes on after a batch that it set aside whole."""
+    """Guard: the claim goes on after a batch that it set aside whole; else the queue looks empty: tried."""
     runtime = register(conn)
     insert(conn, *range(10), kind="new")
     insert(conn, 10)
@@ -476,7 +500,10 @@ def test_a_worker_that_names_no_kinds_walks_past_what_was_set_aside(conn: Conn) 
 
 
 def test_a_limit_at_the_very_end_of_a_page_loses_and_repeats_nothing(conn: Conn) -> None:
-    """Guard: a batch that is full keeps the page, even when it happened to be its last one."""
+    """Guard: a batch that is full keeps the page, even when it happened to be its last one.
+
+    With the page replaced after a full batch what is left of it never starts: tried.
+    """
     runtime = register(conn)
     insert(conn, 1, 2, 3)
     assert claim(conn, runtime, limit=3).numbers == [1, 2, 3]
@@ -547,7 +574,10 @@ def test_a_limit_under_one_is_refused(conn: Conn, limit: int) -> None:
 
 
 def test_two_claimers_of_one_queue_do_not_wait_for_each_other(conn: Conn, other: Conn) -> None:
-    """Guard: the queue's claim lock, which is only tried; without it both start the same attempts."""
+    """Guard: the queue's claim lock, which is only tried.
+
+    Without it both start the same attempts; with a lock that waits the second one stands there: both tried.
+    """
     first, second = register(conn), register(conn)
     insert(conn, 1, 2)
     with transaction(conn):
@@ -570,7 +600,7 @@ def test_two_claimers_of_two_queues_do_not_meet(conn: Conn, other: Conn) -> None
 
 
 def test_a_claim_of_a_runtime_that_is_being_rescued_is_busy(conn: Conn, other: Conn) -> None:
-    """Guard: the runtime's lock, shared and only tried, before the fence is read."""
+    """Guard: the runtime's lock, shared and only tried, before the fence is read; else it claims meanwhile: tried."""
     runtime = register(conn)
     insert(conn, 1)
     with transaction(other):

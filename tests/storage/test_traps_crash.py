@@ -124,7 +124,7 @@ def test_a_completion_of_a_claim_that_a_crash_forgot_is_refused(
 ) -> None:
     """Guard: the nonce, compared by complete_v1 too; the entry is the same, so its unique key lets the first one in.
 
-    Without it the effects of the old attempt commit, and those of the new one are refused: tried.
+    Without it the old attempt ends the new one, whose own effects are refused then: tried.
     """
     with connected(crashing) as conn:
         with transaction(conn, isolation), pytest.raises(psycopg.Error) as caught:  # before anybody claims it again

@@ -44,7 +44,7 @@ def prepare(conn: Conn, gid: str, *numbers: int) -> None:
 
 
 def test_jobs_of_a_prepared_transaction_come_after_its_commit(conn: Conn) -> None:
-    """Guard: the page's snapshots list prepared transactions as running."""
+    """Guard: the page's snapshots list prepared transactions as running; without the list they are lost: tried."""
     runtime = register(conn)
     prepare(conn, "kept", 1, 2)
     prepare(conn, "dropped", 3)
@@ -74,7 +74,10 @@ def test_an_attempt_completes_in_a_prepared_transaction(conn: Conn) -> None:
 
 
 def test_the_jobs_of_150_open_writers_all_come_once(conn: Conn) -> None:
-    """Guard: late transactions come in a later page, whether or not they cut the one before."""
+    """Guard: late transactions come in a later page, whether or not they cut the one before.
+
+    Without the list of open transactions, or without the ranges of late ones, the 150 jobs are lost: both tried.
+    """
     runtime = register(conn)
     for n in range(150):
         prepare(conn, f"g{n}", n)
