@@ -13,8 +13,11 @@
 --     if it did, and nobody ends it before this is committed. Except awa.complete_v1, which takes no lock; the unique
 --     key of attempt_ends decides between the two.
 --   * a row of waiting_jobs: whoever holds the row's lock.
--- All locks are only tried, one kind at a time, and given back (a subtransaction is rolled back) before a pause. The
+-- These locks are only tried, one kind at a time, and given back (a subtransaction is rolled back) before a pause. The
 -- functions belong into transactions of their own: in a lent one, the queue would stand still until it ends.
+--
+-- While a job is looked for, no segment may be emptied: its rows would vanish whatever the snapshot says, which does not
+-- show yet what was carried out of it.
 
 -- Requests to running attempts: end soon, and do not run again. A row says nothing about later attempts, there are
 -- none. It is removed by whatever ends the attempt (awa.end_attempts), by the worker's look at its requests when the
@@ -149,15 +152,7 @@ BEGIN
     IF p_lane = 0 THEN
         RETURN true;
     END IF;
-    SELECT l.* INTO f
-      FROM (SELECT u.frontier
-              FROM ((SELECT c.claim_id, c.frontier FROM awa.claims c
-                      WHERE c.queue = p_queue ORDER BY c.claim_id DESC LIMIT 1)
-                    UNION ALL
-                    SELECT t.claim_id, t.frontier FROM awa.frontiers t WHERE t.queue = p_queue) u
-             ORDER BY u.claim_id DESC LIMIT 1) newest
-     CROSS JOIN LATERAL unnest(newest.frontier) l
-     WHERE l.lane = p_lane;
+    SELECT l.* INTO f FROM unnest(awa.frontier_of(p_queue)) l WHERE l.lane = p_lane;
     -- a lane that is not listed was never claimed from; f is NULL then
     RETURN coalesce(pg_visible_in_snapshot(p_xid, f.page_from)
                     OR pg_visible_in_snapshot(p_xid, f.page_to) AND (p_xid, p_entry) <= (f.last_xid, f.last_entry), false);
@@ -194,7 +189,7 @@ AS $$
 $$;
 
 -- Where a job is, and its state. All of it is read in the snapshot of the calling statement, in which the job is in one
--- place, although jobs move from table to table.
+-- place, although jobs move from table to table. The caller holds a lock on awa.jobs from before that.
 --   waiting    it has a row in waiting_jobs
 --   available  its newest entry was neither passed by the claims of its queue nor ended
 --   running    its newest entry is a member of the open claim that runtime, claim_id and idx name
@@ -284,6 +279,7 @@ BEGIN
     END IF;
     LOOP
         BEGIN
+            LOCK TABLE awa.jobs IN ACCESS SHARE MODE;
             SELECT * INTO p FROM awa.locate(p_id);
             state := p.state;
             IF p.place IS NULL THEN
@@ -362,7 +358,7 @@ BEGIN
     END LOOP;
 END $$;
 
--- Move a job that waits or is available to another queue; there it comes last. In a transaction of its own, at READ
+-- Move a job that waits or is available to another queue; there it comes last, unless it was rescued. In a transaction of its own, at READ
 -- COMMITTED.
 --   moved      it is
 --   nothing    it was there already
@@ -388,6 +384,7 @@ BEGIN
     END IF;
     LOOP
         BEGIN
+            LOCK TABLE awa.jobs IN ACCESS SHARE MODE;
             SELECT * INTO p FROM awa.locate(p_id);
             state := p.state;
             IF p.place IS NULL THEN
@@ -415,9 +412,11 @@ BEGIN
                 INSERT INTO awa.jobs (id, created_at, lane, priority, attempt, max_attempts, timeout_ms, queue, kind,
                                       args, metadata, tags, concurrency_key, ordering_key, unique_key, expires_at,
                                       follow_ups, history)
-                SELECT j.id, coalesce(j.created_at, j.available_at), 2 * j.priority + 1, j.priority, j.attempt,
-                       j.max_attempts, j.timeout_ms, p_queue, j.kind, j.args, j.metadata, j.tags, j.concurrency_key,
-                       j.ordering_key, j.unique_key, j.expires_at, j.follow_ups, j.history
+                SELECT j.id, coalesce(j.created_at, j.available_at),
+                       -- one that may have killed its worker is claimed alone, which only express lanes see to
+                       2 * j.priority + (j.history->-1->>'outcome' IS DISTINCT FROM 'rescued')::integer, j.priority,
+                       j.attempt, j.max_attempts, j.timeout_ms, p_queue, j.kind, j.args, j.metadata, j.tags,
+                       j.concurrency_key, j.ordering_key, j.unique_key, j.expires_at, j.follow_ups, j.history
                   FROM awa.end_unclaimed(p.queue, p.slot, p.lane, p.xid, p.entry_id, 'moved', NULL) j;
                 IF FOUND THEN
                     PERFORM awa.ring(ARRAY[p_queue]);

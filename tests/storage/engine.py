@@ -353,21 +353,31 @@ def places(conn: Conn, job_id: int) -> dict[str, int]:
 
 
 class Pause:
-    """Cancels and moves stop between their look at the job and what they do about it."""
+    """Cancels and moves stop between their look at a job and what they do about it.
+
+    Args:
+        inside: Whether they stop in the middle of the look.
+    """
 
     _LOCK = 7_404_008
 
-    def __init__(self, holder: Conn) -> None:
+    def __init__(self, holder: Conn, *, inside: bool = False) -> None:
         self._holder = holder
-        holder.execute("ALTER FUNCTION awa.locate RENAME TO locate_at_once")
+        before, after = f"PERFORM pg_advisory_lock_shared({self._LOCK}), pg_advisory_unlock_shared({self._LOCK});", ""
+        name, returns, volatility = "newest_entry", "SETOF awa.jobs", "STABLE"
+        if not inside:
+            before, after = after, before
+            name, volatility = "locate", "VOLATILE"
+            returns = """TABLE (place text, state text, queue text, slot smallint, lane smallint, xid xid8,
+                                entry_id bigint, runtime bigint, claim_id bigint, idx smallint)"""
+        holder.execute(f"ALTER FUNCTION awa.{name} RENAME TO {name}_at_once")
         holder.execute(
-            f"""CREATE FUNCTION awa.locate(p_id bigint) RETURNS TABLE (place text, state text, queue text,
-                    slot smallint, lane smallint, xid xid8, entry_id bigint, runtime bigint, claim_id bigint,
-                    idx smallint) LANGUAGE plpgsql SET lock_timeout = 0 AS $$
+            f"""CREATE FUNCTION awa.{name}(p_id bigint) RETURNS {returns} LANGUAGE plpgsql {volatility}
+                SET lock_timeout = 0 AS $$
                 BEGIN
-                    RETURN QUERY SELECT * FROM awa.locate_at_once(p_id);
-                    PERFORM pg_advisory_lock_shared({self._LOCK});
-                    PERFORM pg_advisory_unlock_shared({self._LOCK});
+                    {before}
+                    RETURN QUERY SELECT * FROM awa.{name}_at_once(p_id);
+                    {after}
                 END $$"""
         )
         holder.execute("SELECT pg_advisory_lock(%s)", [self._LOCK])

@@ -721,6 +721,24 @@ def test_a_job_that_is_being_taken_from_aside(conn: Conn, other: Conn) -> None:
     assert places(conn, job) == {"entries": 1}
 
 
+# Beside the ring
+
+
+def test_no_segment_is_emptied_while_a_job_is_looked_for(conn: Conn, other: Conn, third: Conn) -> None:
+    """Guard: the lock on awa.jobs. What was carried out is younger than the look, which finds nothing."""
+    [job] = insert(conn, 1)
+    conn.execute("SELECT awa.rotate_v1()")
+    pause = Pause(third, inside=True)
+    canceller = Background(lambda: cancel(conn, job))
+    wait_for_lock(other, conn)
+    assert scalar(other, "SELECT awa.carry_v1(0::smallint, 'q', 10)") == 1
+    assert scalar(other, "SELECT awa.prune_v1(0::smallint, 1)") == "busy"
+    pause.go_on()
+    assert canceller.result() == DONE
+    assert scalar(other, "SELECT awa.prune_v1(0::smallint, 1)") == "pruned"
+    assert (state(conn, job), places(conn, job)) == ("cancelled", {"ended": 1})
+
+
 # Beside a completion in a handler's own transaction
 
 

@@ -13,6 +13,7 @@ from awa.job import JobState
 from awa.storage import control
 from awa.storage.control import Controlled
 from tests.storage.engine import (
+    ALONE,
     AWA,
     BUSY,
     Background,
@@ -22,11 +23,14 @@ from tests.storage.engine import (
     cancel,
     claim,
     claim_in_steps,
+    fall_silent,
+    fence,
     insert,
     move,
     places,
     promote,
     register,
+    rescue,
     scalar,
     settle,
     state,
@@ -89,6 +93,21 @@ def test_a_moved_job_is_all_that_it_was(conn: Conn) -> None:
     assert scalar(conn, "SELECT lane FROM awa.jobs WHERE queue = 'b'") == 3
     [member] = claim(conn, runtime, queue="b").members
     assert (member.id, member.attempt, member.priority) == (job, 2, 1)
+
+
+def test_a_job_that_may_have_killed_its_worker_is_claimed_alone_there_too(conn: Conn) -> None:
+    """Guard: it goes to the express lane, the only one in which claims look for such jobs."""
+    dead, runtime = register(conn), register(conn)
+    [job] = insert(conn, 1)
+    insert(conn, 2, 3, queue="b")
+    claim(conn, dead)
+    fall_silent(conn, dead)
+    assert fence(conn, dead)
+    assert rescue(conn, dead) == (1, 1, 0)
+    assert move(conn, job, "b") == ("moved", "available")
+    alone = claim(conn, runtime, queue="b")
+    assert (alone.ids, alone.flags & ALONE) == ([job], ALONE)
+    assert claim(conn, runtime, queue="b").numbers == [2, 3]
 
 
 def test_a_job_that_waits_for_a_time_runs_in_the_other_queue_at_that_time(conn: Conn) -> None:
