@@ -20,5 +20,7 @@ class NoConnection:
 
 
 def test_nothing_is_asked_while_no_handler_runs() -> None:
-    crew = Crew(3, Outcomes(), job=nothing, conclude=nothing, lead=nothing, chosen=Outcome, flush_after=1.0)
+    crew = Crew(
+        3, Outcomes(), job=nothing, conclude=nothing, late=nothing, lead=nothing, chosen=Outcome, flush_after=1.0
+    )
     Requests(crew, Schema()).look(cast("Connection[Any]", NoConnection()), 1)
