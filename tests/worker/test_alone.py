@@ -15,6 +15,7 @@ from awa.worker import bell, claimer
 from tests.fixtures.db import wait_until
 from tests.fixtures.jobs import StartWorker, count, ended
 from tests.storage import engine
+from tests.worker.test_claimer import IDLE, wait_for_bells
 
 Conn = psycopg.Connection[Any]
 
@@ -161,7 +162,8 @@ def test_another_worker_answers_for_the_queue_meanwhile(
     monkeypatch.setattr(claimer, "SURVIVES_AFTER", 30.0)
     monkeypatch.setattr(bell, "FIRST_POLL", 30.0)  # who is not woken does not look
     start_worker(client, threads=2, poll_interval=30)
-    assert ended(client, insert_work(client, "default")[0]).state == "completed"
+    wait_for_bells(conn, "default")
+    wait_until(lambda: count(conn, IDLE) == 1)  # it has looked, and sleeps
     rescued(conn, "default")
     suspect.wait()
     start_worker(client, threads=2, poll_interval=30)

@@ -13,6 +13,7 @@ import awa
 from awa.storage import recovery
 from awa.storage.line import Line, Reply
 from awa.worker.claimer import Claimer
+from awa.worker.heartbeat import Heartbeat
 from awa.worker.supervisor import Worker
 from tests.fixtures.db import wait_until
 from tests.fixtures.jobs import StartWorker, count, count_running, ended
@@ -78,33 +79,57 @@ def test_a_claim_that_nobody_knows_is_released(
     assert count(conn, RELEASED) == 1
 
 
+class Beats:
+    """A worker whose signs of life come when the test says so, after the first."""
+
+    def __init__(self, worker: Worker) -> None:
+        [self._heartbeat] = [service for service in worker._services if isinstance(service, Heartbeat)]
+        wait_until(lambda: self._heartbeat._due)  # the first is over
+
+    def beat(self) -> None:
+        assert self._heartbeat._connection is not None
+        self._heartbeat._beat(self._heartbeat._connection)
+
+
 def test_the_claims_that_come_after_it_do_not_hide_it(
-    conn: Conn, client: awa.Client, worker: Worker, work: Any, looks: Looks, monkeypatch: pytest.MonkeyPatch
+    conn: Conn, client: awa.Client, start_worker: StartWorker, work: Any
 ) -> None:
     """Guard: the looks begin behind the newest claim that was received."""
-    monkeypatch.setattr(worker._services[0], "_interval", 0.5)
-    looks.wait(2)
+    worker = start_worker(client, threads=2, heartbeat=30, stale_after=120)
+    heartbeat = Beats(worker)
     job = claim_behind_its_back(conn, client, worker)
     for _ in range(3):
         assert ended(client, client.insert(work.bind())).state == "completed"
-    assert client.get(job).state == "running"  # nobody has looked yet
-    wait_until(lambda: client.get(job).state == "available")
-    assert count(conn, RELEASED) == 1
+    assert client.get(job).state == "running"
+    release_with(heartbeat, conn)
+    assert client.get(job).state == "available"
 
 
 def test_a_claim_that_commits_after_newer_ones_were_received_is_found(
-    conn: Conn, client: awa.Client, worker: Worker, work: Any, looks: Looks, database: str
+    conn: Conn, client: awa.Client, start_worker: StartWorker, work: Any, database: str
 ) -> None:
     """Guard: the looks go back two heartbeats."""
+    worker = start_worker(client, threads=2, heartbeat=30, stale_after=120)
+    heartbeat = Beats(worker)
+    job = client.insert({}, kind="work", queue="elsewhere")
     with psycopg.connect(database) as slow:
-        slow.execute("SELECT nextval('awa.claim_id_seq')")  # the session is there
-        slow.commit()
-        job = client.insert({}, kind="work", queue="elsewhere")
         wait_until(lambda: engine.claim(slow, worker.runtime, queue="elsewhere").ids == [job.id])
         assert ended(client, client.insert(work.bind())).state == "completed"  # a newer claim
-        looks.wait(1)
+        wait_until(lambda: worker._claimer.is_certain)
+        heartbeat.beat()
         slow.commit()
-    wait_until(lambda: client.get(job.id).state == "available")
+    release_with(heartbeat, conn)
+    assert client.get(job.id).state == "available"
+
+
+def release_with(heartbeat: Beats, conn: Conn) -> None:
+    """One look that finds something; it counts for none while a claim is on its way or the runtime's lock is held."""
+
+    def has_released() -> bool:
+        heartbeat.beat()
+        return count(conn, RELEASED) == 1
+
+    wait_until(has_released)
 
 
 def test_a_claim_whose_answer_is_on_its_way_is_none_of_them(
@@ -142,9 +167,11 @@ def test_a_claim_whose_answer_is_on_its_way_is_none_of_them(
 
 
 def test_it_is_released_when_the_runtime_can_be_had(
-    conn: Conn, client: awa.Client, worker: Worker, work: Any, looks: Looks, database: str
+    conn: Conn, client: awa.Client, start_worker: StartWorker, work: Any, database: str
 ) -> None:
-    """Guard: the runtime's lock, exclusively, only tried and tried again."""
+    """Guard: the runtime's lock, exclusively and only tried; a look that could not have it counts for none."""
+    worker = start_worker(client, threads=2, heartbeat=30, stale_after=120)
+    heartbeat = Beats(worker)
     with psycopg.connect(database) as holder:
         # shared, as its own claims and settles hold it
         holder.execute(
@@ -152,11 +179,13 @@ def test_it_is_released_when_the_runtime_can_be_had(
         )
         job = claim_behind_its_back(conn, client, worker)
         for _ in range(3):  # newer claims, which hide it from a look that begins behind them
-            looks.wait(2)
             assert ended(client, client.insert(work.bind())).state == "completed"
+            wait_until(lambda: worker._claimer.is_certain)
+            heartbeat.beat()
         assert client.get(job).state == "running"
         holder.rollback()
-    wait_until(lambda: client.get(job).state == "available")
+    release_with(heartbeat, conn)
+    assert client.get(job).state == "available"
 
 
 def test_claims_of_a_busy_worker_are_never_taken_for_unknown(
