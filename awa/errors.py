@@ -111,7 +111,7 @@ class SchemaTooNew(_SchemaMismatch):
 
 
 class StorageNotTrusted(_SchemaMismatch):
-    """The rows come from another cluster, or a frontier lies beyond this one's transactions."""
+    """The rows come from another cluster, and claims would miss jobs; ``awa storage rebase`` mends it."""
 
 
 class DatabaseNotFound(AwaError):
