@@ -19,9 +19,9 @@ from psycopg.pq import ConnStatus, DiagnosticField, ExecStatus, Format
 
 from awa._core import Attempt, Flush, Handler, decode_batch, int2_array, text_array
 from awa.errors import RuntimeGone, StorageNotTrusted
-from awa.storage.pool import connect
 from awa.storage.recovery import backend_of
 from awa.storage.schema import Schema
+from awa.storage.trust import connect_trusted, rebase_command
 
 SETTLE = """
     SELECT claim_id, idx
@@ -115,13 +115,16 @@ class Line:
 
     Args:
         kinds: Kind -> handler; the claims name these kinds.
+
+    Raises:
+        StorageNotTrusted: The rows belong to another cluster; see :mod:`awa.storage.trust`.
     """
 
     def __init__(self, conninfo: str, schema: Schema, handlers: Mapping[str, Handler]) -> None:
         self._handlers = {kind.encode(): handler for kind, handler in handlers.items()}
         self._kinds = text_array(sorted(handlers))
         self._schema = schema
-        self._connection: Connection = connect(conninfo, name="worker")
+        self._connection: Connection = connect_trusted(conninfo, schema, name="worker")
         try:
             self.backend = backend_of(self._connection)
             """The server's process; it may outlive the connection."""
@@ -218,7 +221,7 @@ class Line:
             if lost is not None and lost.sqlstate == "AWA03":
                 raise StorageNotTrusted(
                     f"{lost.diag.message_primary}: its rows come from another cluster, by a restore or by "
-                    "replication; work where they were made, or insert the open jobs into a fresh schema",
+                    f"replication: stop every worker here and run `{rebase_command(self._schema)}`",
                     expected="a frontier of this server's transactions",
                     found="one beyond them",
                 ) from lost

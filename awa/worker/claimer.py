@@ -18,9 +18,9 @@ from awa.config import QueueSpec
 from awa.errors import AwaError, RuntimeGone, StorageNotTrusted
 from awa.storage import recovery
 from awa.storage.line import HELP, Line, Reply, Wanted
-from awa.storage.pool import connect
 from awa.storage.recovery import Backend
 from awa.storage.schema import Schema
+from awa.storage.trust import connect_trusted
 from awa.worker.bell import FIRST_POLL, PACE, Bell
 from awa.worker.frozen import HeldQueues
 from awa.worker.service import first_line
@@ -104,6 +104,8 @@ class Claimer:
         self._last_claim = 0.0
         self._last_full = False
         self._wake = Wake()
+        self._has_given_up = False
+        self._untrusted: StorageNotTrusted | None = None  # why nothing may be sent any more
         self.crew: Crew
         self.is_stopping = False
 
@@ -130,7 +132,7 @@ class Claimer:
                 self._forget()
                 self._try(self._on_gone)
             except StorageNotTrusted as error:
-                self._on_fatal(error)
+                self._distrust(error)
                 self._wake.sleep(1.0)
             except Exception as error:
                 self._failures += 1
@@ -185,6 +187,11 @@ class Claimer:
                 self.crew.refill([], 0)
 
     @property
+    def is_untrusted(self) -> bool:
+        """The address leads to rows of another cluster: nothing is claimed or recorded any more."""
+        return self._untrusted is not None
+
+    @property
     def has_something_to_record(self) -> bool:
         """Whether outcomes wait to be recorded."""
         return bool(self._outcomes.count or self._pending)
@@ -199,6 +206,9 @@ class Claimer:
             self._exchange((), must_flush=True)
         except RuntimeGone:
             self._forget()
+        except StorageNotTrusted as error:
+            self._distrust(error)
+            return False
         except (psycopg.Error, AwaError) as error:
             log.warning("recording failed: %s", first_line(error))
             return False
@@ -214,9 +224,17 @@ class Claimer:
             self._line = None
         self._wake.close()
 
+    def _distrust(self, error: StorageNotTrusted) -> None:
+        if not self._has_given_up:
+            self._has_given_up = True
+            self._on_fatal(error)
+
     def _try(self, call: Callable[[], None]) -> None:
         try:
             call()
+        except StorageNotTrusted as error:
+            self._untrusted = error
+            self._distrust(error)
         except Exception as error:
             log.warning("registering anew failed: %s: %s", type(error).__name__, first_line(error))
             self._wake.sleep(0.5)
@@ -398,16 +416,22 @@ class Claimer:
             self._not_before[flush.number] = again
 
     def _connected(self) -> Line:
+        if self._untrusted is not None:
+            raise self._untrusted
         if self._line is None:
-            if self._is_in_doubt:
-                self._resolve_doubt()
-            self._line = Line(self._conninfo, self._schema, self._handlers)
+            try:
+                if self._is_in_doubt:
+                    self._resolve_doubt()
+                self._line = Line(self._conninfo, self._schema, self._handlers)
+            except StorageNotTrusted as error:
+                self._untrusted = error
+                raise
             self._is_in_doubt = False
         return self._line
 
     def _resolve_doubt(self) -> None:
         """Give back what the lost connection may have claimed without an answer; only when its backend is gone."""
-        with connect(self._conninfo, name="recovery") as connection:
+        with connect_trusted(self._conninfo, self._schema, name="recovery") as connection:
             released: int | None = None
             if self._lost is None or recovery.end_backend(connection, self._lost):
                 released = recovery.release_unknown_claims(

@@ -16,8 +16,8 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from awa._core import Outcomes
 from awa.errors import RuntimeGone
 from awa.storage import recovery, runtimes
-from awa.storage.pool import connect
 from awa.storage.schema import Schema
+from awa.storage.trust import connect_trusted
 from awa.worker.requests import LOOK_EVERY, Requests
 from awa.worker.service import Service
 
@@ -68,7 +68,7 @@ class Heartbeat(Service):
     def step(self) -> float:
         """Give a sign of life when one is due, and look for requests."""
         if self._connection is None:
-            self._connection = connect(self._hasty, name="heartbeat")
+            self._connection = connect_trusted(self._hasty, self._schema, name="heartbeat")
             self._due = 0.0
         if time.monotonic() >= self._due:
             self._beat(self._connection)

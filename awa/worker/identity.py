@@ -13,8 +13,8 @@ import orjson
 from awa._core import Handler
 from awa.config import Settings
 from awa.storage import runtimes
-from awa.storage.pool import connect
 from awa.storage.schema import Schema
+from awa.storage.trust import connect_trusted
 
 
 class Identity:
@@ -37,9 +37,13 @@ class Identity:
         return self._number
 
     def register(self) -> None:
-        """Write a new row for this process and go by its number from now on."""
+        """Write a new row for this process and go by its number from now on.
+
+        Raises:
+            StorageNotTrusted: The schema's rows belong to another cluster.
+        """
         queues = [{"name": spec.name, "max_workers": spec.max_workers} for spec in self._settings.queues]
-        with self._lock, connect(self._conninfo, name="registration") as connection:
+        with self._lock, connect_trusted(self._conninfo, self._schema, name="registration") as connection:
             self._number = runtimes.register(
                 connection,
                 self._schema,

@@ -26,6 +26,7 @@ from awa.storage import runtimes
 from awa.storage.migrate import check_schema
 from awa.storage.pool import connect
 from awa.storage.schema import Schema
+from awa.storage.trust import check_origin
 from awa.worker.attempt import Attempts
 from awa.worker.claimer import Claimer
 from awa.worker.heartbeat import Heartbeat
@@ -122,6 +123,7 @@ class Worker:
             ConfigError: No task is declared, or the worker was started before.
             DatabaseNotFound: No server answers.
             SchemaNotMigrated, SchemaTooNew: The schema and this program do not fit.
+            StorageNotTrusted: The schema's rows belong to another cluster, and claims would miss jobs.
         """
         if self._is_started:
             raise ConfigError("this worker was started before: make a new one")
@@ -130,6 +132,7 @@ class Worker:
         self._conninfo = self._find_conninfo()
         with connect(self._conninfo, name="start") as connection:
             check_schema(connection, self._schema)
+            check_origin(connection, self._schema)
         for hook in self._on_start:  # before anything exists that would have to be undone
             hook()
         self._identity = Identity(self._conninfo, self._schema, settings, self._version, handlers)
@@ -310,7 +313,7 @@ class Worker:
         """Keep trying to record what is noted; whether everything is."""
         until = time.monotonic() + seconds
         while not self._claimer.flush():
-            if time.monotonic() > until:
+            if time.monotonic() > until or self._claimer.is_untrusted:
                 log.error("not everything could be recorded; what is open will be rescued and run again")
                 return False
             time.sleep(0.05)

@@ -67,13 +67,13 @@ def maintain(database: str) -> Iterator[Callable[..., Maintenance]]:
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[Conn]:
     """Every connection that maintenance opens."""
     connections: list[Conn] = []
-    connect = loop.connect
+    connect = loop.connect_trusted
 
     def record(*args: Any, **options: Any) -> Conn:
         connections.append(connect(*args, **options))
         return connections[-1]
 
-    monkeypatch.setattr(loop, "connect", record)
+    monkeypatch.setattr(loop, "connect_trusted", record)
     return connections
 
 

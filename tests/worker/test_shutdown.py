@@ -259,13 +259,14 @@ def test_a_worker_that_is_half_dead_ends(processes: WorkerProcesses, conn: Conn)
 
 
 def test_a_frontier_beyond_the_servers_transactions_ends_the_worker(processes: WorkerProcesses, conn: Conn) -> None:
+    processes.module("import awa\nclient = awa.Client()\n@client.task()\ndef work() -> None: ...\n")
+    process = processes.start("app:client", "--threads", "2")
+    wait_until(lambda: "runs default" in process.stderr, timeout=15.0)
     conn.execute(
         """INSERT INTO awa.claims (claim_id, runtime, nonce, slot, lane, queue, frontier, entry_ids, xids)
            VALUES (nextval('awa.claim_id_seq'), 0, 1, 0, 5, 'default',
                    ARRAY[ROW(5, '9000000000:9000000000:', NULL, NULL, NULL)::awa.lane_frontier], '{}', '{}')"""
     )
-    processes.module("import awa\nclient = awa.Client()\n@client.task()\ndef work() -> None: ...\n")
-    process = processes.start("app:client", "--threads", "2")
     assert process.wait() == 4, process.stderr
     told = [text for text in process.stderr.splitlines() if text.startswith("awa: ")]
     assert len(told) == 1

@@ -14,8 +14,8 @@ from typing import Protocol
 
 from psycopg import Connection, Notify
 
-from awa.storage.pool import connect
 from awa.storage.schema import Schema
+from awa.storage.trust import connect_trusted
 from awa.storage.waiting import take_leader_bell
 from awa.worker.leader import Leadership
 from awa.worker.service import Service
@@ -75,7 +75,7 @@ class Maintenance(Service):
     def step(self) -> float:
         """Renew the lease; when leading, do the chores that are due."""
         if self._connection is None:
-            self._connection = connect(self._conninfo, name="maintenance")
+            self._connection = connect_trusted(self._conninfo, self._schema, name="maintenance")
             # A handler, since psycopg keeps for ever what arrives with an answer and nobody handles.
             self._connection.add_notify_handler(self._hear)
             self._is_leading = self._has_bell = self._is_rung = False
