@@ -1,4 +1,4 @@
-"""``awa storage``: is it sound."""
+"""``awa storage``: is it sound, is it this server's own."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from psycopg import Connection
 from awa.cli import EXIT_FAILED
 from awa.config import load_settings
 from awa.embedded import find_or_start_database
+from awa.storage import rebase as rebasing
 from awa.storage.check import Report, check_storage
 from awa.storage.migrate import check_schema
 from awa.storage.pool import connect
+from awa.storage.rebase import Rebased, Survey, survey
 from awa.storage.schema import Schema
 
 Command = Callable[..., None]
@@ -23,7 +25,7 @@ Command = Callable[..., None]
 
 @click.group()
 def storage() -> None:
-    """Check the stored jobs."""
+    """Check the stored jobs, and mend a copy that was restored."""
 
 
 def _options(command: Command) -> Command:
@@ -77,4 +79,43 @@ def _report_text(schema: Schema, report: Report) -> str:
         lines.append(f"{finding.name}{place}: {finding.text}{shown if finding.sample else ''}")
     found = f"{len(report.findings)} findings" if report.findings else "all is well"
     lines.append(f"schema {schema.name}: {found}; read in {report.seconds:.1f} s")
+    return "\n".join(lines)
+
+
+@storage.command()
+@_options
+@click.option("--yes", "is_sure", is_flag=True, help="Do not ask.")
+def rebase(database: str | None, schema_name: str | None, as_json: bool, is_sure: bool) -> None:
+    """Make a restored or replicated copy this server's own: everything that is open is appended again.
+
+    Stop the workers and the replication first. Attempts that were running in the copy are taken back as those of dead
+    workers are; jobs that wait for a time, failed and cancelled ones stay. One transaction: it is done wholly or not.
+    """
+    with _connected(database, schema_name) as (conn, schema):
+        if not is_sure:
+            click.echo(_survey_text(schema, survey(conn, schema)), err=as_json)
+            click.confirm("Rebase?", abort=True, err=as_json)
+        done = rebasing.rebase(conn, schema)
+    click.echo(json.dumps({"schema": schema.name, **asdict(done)}) if as_json else _rebased_text(schema, done))
+
+
+def _survey_text(schema: Schema, found: Survey) -> str:
+    lines = [f"schema {schema.name}: {sum(found.available.values())} entries are to be appended again"]
+    lines += [f"  {count:>9} available in queue {queue}" for queue, count in found.available.items()]
+    lines.append(
+        f"{sum(found.running.values())} attempts are to be taken back, and run again unless they were the last"
+    )
+    lines += [f"  {count:>9} running at worker {runtime}" for runtime, count in found.running.items()]
+    return "\n".join(lines)
+
+
+def _rebased_text(schema: Schema, done: Rebased) -> str:
+    lines = [f"appended {done.carried} entries again, took {done.rescued} attempts back"]
+    if done.renumbered:
+        lines.append(f"gave {done.renumbered} entries a number of their own; a job that had only that one has a new id")
+    if done.sequences:
+        lines.append(f"put {', '.join(done.sequences)} right")
+    if done.fenced:
+        lines.append(f"cut off workers {', '.join(map(str, done.fenced))}")
+    lines.append(f"schema {schema.name} is this server's own: start the workers")
     return "\n".join(lines)

@@ -245,7 +245,7 @@ def test_a_schema_of_another_name_is_checked_as_well(empty_database: str) -> Non
     named = {"AWA_SCHEMA": "Jobs-2"}
     migrated = CliRunner(env=named).invoke(main, ["migrate", "--database", empty_database])
     assert migrated.exit_code == 0, migrated.output
-    for command in (["check"],):
+    for command in (["check"], ["rebase", "--yes"]):
         done = CliRunner(env=named).invoke(main, ["storage", *command, "--database", empty_database])
         assert done.exit_code == 0, done.output
         assert "schema Jobs-2" in done.stdout
