@@ -38,7 +38,7 @@ _COMMANDS = {
     "db": "Start, stop and inspect the private PostgreSQL.",
     "demo": "Watch real jobs run, a worker die, and nothing get lost.",
     "migrate": "Bring a database's schema up to date.",
-    "storage": "Check the stored jobs, and mend a restored copy.",
+    "storage": "Check the stored jobs, mend a restored copy, see what the ring holds.",
 }
 """Each is the attribute of its name in the module ``awa.cli.<name>``; the texts are here so that help imports none."""
 

@@ -1,4 +1,4 @@
-"""``awa storage``: is it sound, is it this server's own."""
+"""``awa storage``: is it sound, is it this server's own, what does it hold."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import datetime
+from typing import Any
 
 import click
 from psycopg import Connection
@@ -19,13 +21,14 @@ from awa.storage.migrate import check_schema
 from awa.storage.pool import connect
 from awa.storage.rebase import Rebased, Survey, survey
 from awa.storage.schema import Schema
+from awa.storage.status import SlotStatus, read_status
 
 Command = Callable[..., None]
 
 
 @click.group()
 def storage() -> None:
-    """Check the stored jobs, and mend a copy that was restored."""
+    """Check the stored jobs, mend a copy that was restored, and see what the ring of segments holds."""
 
 
 def _options(command: Command) -> Command:
@@ -119,3 +122,40 @@ def _rebased_text(schema: Schema, done: Rebased) -> str:
         lines.append(f"cut off workers {', '.join(map(str, done.fenced))}")
     lines.append(f"schema {schema.name} is this server's own: start the workers")
     return "\n".join(lines)
+
+
+@storage.command()
+@_options
+def status(database: str | None, schema_name: str | None, as_json: bool) -> None:
+    """Show each slot of the ring: how full it is, since when, and what keeps it from being emptied."""
+    with _connected(database, schema_name) as (conn, schema):
+        slots = read_status(conn, schema)
+    empty = sum(slot.is_empty and not slot.is_current for slot in slots)
+    oldest = min((slot for slot in slots if slot.opened_at), key=lambda slot: slot.opened_at or 0, default=None)
+    if as_json:
+        facts: dict[str, Any] = {"schema": schema.name, "empty": empty, "oldest": oldest and oldest.slot}
+        facts["slots"] = [_slot_facts(slot) for slot in slots]
+        click.echo(json.dumps(facts))
+    else:
+        click.echo(_status_text(schema, slots, empty, oldest))
+
+
+def _slot_facts(slot: SlotStatus) -> dict[str, Any]:
+    facts = asdict(slot)
+    return {name: value.isoformat() if isinstance(value, datetime) else value for name, value in facts.items()}
+
+
+def _status_text(schema: Schema, slots: list[SlotStatus], empty: int, oldest: SlotStatus | None) -> str:
+    lines = [f"{'slot':<12}{'entries':>9}{'MB':>9}  {'opened':<20}{'sealed':<20}{'newest end':<20}held by"]
+    for slot in slots:
+        name = f"{slot.slot}{' current' if slot.is_current else ' empty' if slot.is_empty else ''}"
+        times = "".join(f"{_time(at):<20}" for at in (slot.opened_at, slot.sealed_at, slot.newest_end_at))
+        held = "; ".join(map(str, slot.pins)) or "-"
+        lines.append(f"{name:<12}{slot.entries:>9}{slot.size_bytes / 1e6:>9.1f}  {times}{held}")
+    since = f"; the oldest is slot {oldest.slot}, of {_time(oldest.opened_at)}" if oldest else ""
+    lines.append(f"schema {schema.name}: {empty} slots are empty{since}")
+    return "\n".join(lines)
+
+
+def _time(at: datetime | None) -> str:
+    return "-" if at is None else f"{at:%Y-%m-%d %H:%M:%S}"

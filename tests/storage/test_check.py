@@ -13,6 +13,7 @@ from awa.cli import main
 from awa.storage.check import Report, check_storage
 from awa.storage.reach import whole_storage
 from awa.storage.trust import check_origin
+from tests.fixtures.db import wait_until
 from tests.storage.engine import (
     AWA,
     Background,
@@ -245,7 +246,30 @@ def test_a_schema_of_another_name_is_checked_as_well(empty_database: str) -> Non
     named = {"AWA_SCHEMA": "Jobs-2"}
     migrated = CliRunner(env=named).invoke(main, ["migrate", "--database", empty_database])
     assert migrated.exit_code == 0, migrated.output
-    for command in (["check"], ["rebase", "--yes"]):
+    for command in (["check"], ["status"], ["rebase", "--yes"]):
         done = CliRunner(env=named).invoke(main, ["storage", *command, "--database", empty_database])
         assert done.exit_code == 0, done.output
         assert "schema Jobs-2" in done.stdout
+
+
+def test_status_says_what_holds_each_slot(conn: Conn, other: Conn, database: str) -> None:
+    runtime = work(conn)
+    facts = json.loads(run(database, "status", "--json").stdout)
+    assert (facts["empty"], facts["oldest"]) == (6, 0)
+    first, second, *rest = facts["slots"]
+    assert second["is_current"] and not first["is_current"]
+    assert second["sealed_at"] is None and first["opened_at"] < first["sealed_at"]
+    assert first["entries"] == 22 and first["newest_end_at"] is not None and first["size_bytes"] > 0
+    pins = {(pin["what"], pin["name"]): pin["count"] for pin in second["pins"]}
+    assert pins == {("available", "other"): 14, ("running", str(runtime)): 5}
+    assert [slot["is_empty"] for slot in rest] == [True] * 6
+    with transaction(other):
+        other.execute("SELECT count(*) FROM awa.jobs")
+        pid = other.info.backend_pid
+        wait_until(lambda: f"process {pid}" in run(database, "status").stdout, timeout=10.0)
+    assert f"process {pid}" not in run(database, "status").stdout
+
+
+def test_status_does_not_count_a_long_queue_to_its_end(conn: Conn, database: str) -> None:
+    insert(conn, *range(1500))
+    assert "1000 or more available in queue q" in run(database, "status").stdout
