@@ -37,7 +37,7 @@ def started(line: Line, runtime: int, outcomes: Outcomes) -> list[Attempt]:
 def test_settle_and_claim_in_one_round_trip_are_two_transactions(conn: Conn, line: Line, late: Gate) -> None:
     """Guard: a Sync behind every statement; without it the pipeline is one transaction.
 
-    Then a claim that fails takes the outcomes along, and the commit of both is asynchronous: tried.
+    Then the two have one transaction id, and a claim that fails takes the outcomes along: tried.
     """
     runtime, outcomes = register(conn), Outcomes()
     ids = insert(conn, *range(3))
