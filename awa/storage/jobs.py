@@ -349,10 +349,22 @@ class JobInfo:
     """When it was inserted."""
     run_at: datetime | None
     """Not before, while it waits for a time."""
+    claimed_at: datetime | None
+    """When a worker took it for its last attempt; None when none has, or when that was long ago."""
     ended_at: datetime | None
     """When it ended for good."""
+    elapsed_ms: int | None
+    """How long the handler ran in the last attempt, once that has ended."""
+    runtime: int | None
+    """The worker of the last attempt: one start of a process."""
+    hostname: str | None
+    """Where that worker runs or ran."""
+    pid: int | None
+    """Its process there."""
     waits_for: str | None
     """``time``, or ``kind``: for a worker that knows it."""
+    error: dict[str, Any] | None
+    """``type``, ``text``, ``traceback`` of the last attempt that failed or was cancelled; None for a completed job."""
     history: list[dict[str, Any]]
     """Ended attempts that were not successful, oldest first, at most 20."""
 
@@ -361,9 +373,10 @@ class JobInfo:
 
 
 GET = """
-    SELECT id, queue, kind, state, priority, attempt, max_attempts, args, metadata,
-           coalesce(tags, '{}') AS tags, created_at, run_at, ended_at, waits_for, coalesce(history, '[]') AS history
-      FROM awa.find_job_v1(%(id)s::bigint)
+    SELECT id, queue, kind, state, priority, attempt, max_attempts, args, metadata, coalesce(tags, '{}') AS tags,
+           created_at, run_at, claimed_at, ended_at, elapsed_ms, runtime, hostname, pid, waits_for, error,
+           coalesce(history, '[]') AS history
+      FROM awa.find_job_v2(%(id)s::bigint)
 """
 
 
@@ -372,10 +385,14 @@ def get_job(conn: Connection[Any], schema: Schema, job_id: int) -> JobInfo:
 
     Raises:
         JobNotFound: There is none, or its history is gone.
+
+    Source: migrations/0011_inspect.sql.
     """
     try:
         with Cursor(conn, row_factory=class_row(JobInfo)) as cursor:
+            # twice: a job that is carried out of a segment which is emptied at this moment is not found at first
             found = cursor.execute(schema.sql(GET), {"id": job_id}).fetchone()
+            found = found or cursor.execute(schema.sql(GET), {"id": job_id}).fetchone()
     except _MISSING as error:
         raise _not_migrated(schema) from error
     if found is None:

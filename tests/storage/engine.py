@@ -257,8 +257,8 @@ def promote(conn: Conn, *, floor: str = "-infinity", limit: int = 1000) -> int:
 
 
 def state(conn: Conn, job_id: int) -> str | None:
-    """The job's state, as find_job_v1 derives it; None when there is no such job."""
-    row = conn.execute("SELECT state FROM awa.find_job_v1(%s)", (job_id,)).fetchone()
+    """The job's state, as find_job_v2 derives it; None when there is no such job."""
+    row = conn.execute("SELECT state FROM awa.find_job_v2(%s)", (job_id,)).fetchone()
     return None if row is None else str(row[0])
 
 
