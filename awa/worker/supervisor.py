@@ -37,6 +37,7 @@ from awa.worker.maintenance.promote import Promote
 from awa.worker.maintenance.rescue import Rescue
 from awa.worker.maintenance.retention import Retention
 from awa.worker.maintenance.ring import Ring
+from awa.worker.maintenance.summarize import Summarize
 from awa.worker.requests import Requests
 from awa.worker.service import Service, first_line
 from awa.worker.watch import Watch
@@ -204,6 +205,7 @@ class Worker:
                     Deadlines(schema, heartbeat=settings.heartbeat, stale_after=settings.stale_after),
                     Ring(schema, retention=settings.completed_retention, rotate_after=settings.rotate_after),
                     Retention(schema, failed=settings.failed_retention, dead=settings.dead_retention),
+                    Summarize(schema),
                 ],
             ),
             Watch(
