@@ -25,6 +25,7 @@ from awa.storage.schema import Schema
 from awa.version import VERSION
 
 if TYPE_CHECKING:
+    from awa.admin import Admin
     from awa.worker.supervisor import Worker
 
 P = ParamSpec("P")
@@ -247,6 +248,13 @@ class Client:
         job_id = options.check_job_id(job_id)
         with self.connection() as conn:
             return jobs.get_job(conn, self._schema, JobId(job_id))
+
+    @property
+    def admin(self) -> Admin:
+        """For operators: lists of jobs, counts of queues, moving a job."""
+        from awa.admin import Admin
+
+        return Admin(self._schema, self.connection)
 
     # --- controlling ------------------------------------------------------------------------------------------------
 

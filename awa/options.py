@@ -17,6 +17,7 @@ __all__ = [
     "check_flag",
     "check_job_id",
     "check_kind",
+    "check_limit",
     "check_max_attempts",
     "check_pool_size",
     "check_priority",
@@ -129,6 +130,11 @@ def check_flag(value: object, path: str) -> bool:
 def check_reason(value: object, path: str = "reason") -> str | None:
     """Why an operator does something: None, or text of 1 to 1,000 characters."""
     return None if value is None else _check_text(value, path, MAX_REASON, "say why, or leave it out")
+
+
+def check_limit(value: object, most: int, path: str = "limit") -> int:
+    """How many to return: 1 to *most*."""
+    return _check_int(value, path, 1, most, "ask for the next page to get more")
 
 
 def declared(check: Callable[[Any], T], value: object) -> T:

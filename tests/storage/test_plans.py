@@ -9,14 +9,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import psycopg
 import pytest
 
+from awa.admin import Admin
+from awa.job import JobState
+from awa.storage import queues
 from tests.storage.engine import (
+    AWA,
     Conn,
     Outcome,
     cancel,
@@ -37,7 +41,9 @@ from tests.storage.engine import (
 
 LARGE = 200_000
 
-SEGMENTED = re.compile(r"(jobs|claims|completions|attempt_ends)(_\d)?|waiting_jobs")
+SEGMENTED = re.compile(r"(jobs|claims|completions|attempt_ends)(_\d)?|waiting_jobs|ended_jobs")
+
+CALL = re.compile(r"awa\.\w+_v\d+\(")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +106,9 @@ class Explained:
         self.conn.execute("SET client_min_messages = log")
         yield found
         self.conn.execute("SET client_min_messages = notice")
-        found += [plan for plan in self.plans if "_v1(" not in plan.query and "client_min_messages" not in plan.query]
+        found += [
+            plan for plan in self.plans if not CALL.search(plan.query) and "client_min_messages" not in plan.query
+        ]
 
 
 @pytest.fixture
@@ -473,6 +481,115 @@ def test_fetching_long_bodies_reads_their_rows(conn: Conn, explained: Explained,
                 (runtime, members[0].claim_id, members[0].slot, [2, 5]),
             )
     check(plans[-1:], most_rows=5)
+
+
+def many_claims(conn: Conn, runtime: int) -> None:
+    """LARGE jobs claimed by tens; most are completed, the newest claims are open, some jobs failed or wait."""
+    fill(conn, "'q'")
+    conn.execute(
+        f"""INSERT INTO awa.claims (claim_id, runtime, nonce, slot, lane, queue, frontier, entry_ids, xids)
+            SELECT 1000 + n, %s, 0, 0, 5, 'q',
+                   ARRAY[ROW(5, '1:1:', pg_current_snapshot(), j.xid, j.first + n * 10 + 9)::awa.lane_frontier],
+                   ARRAY(SELECT j.first + n * 10 + i FROM generate_series(0, 9) i),
+                   array_fill(j.xid, ARRAY[10])
+              FROM generate_series(0, {LARGE // 10 - 1}) n
+             CROSS JOIN (SELECT xid, min(entry_id) AS first FROM awa.jobs WHERE queue = 'q' GROUP BY xid) j""",
+        (runtime,),
+    )
+    conn.execute(
+        f"""INSERT INTO awa.completions (claim_id, flush, slot, idx, elapsed_ms)
+            SELECT 1000 + n, n, 0, '{{{{1,2,3,4,5,6,7,8}}}}', '{{{{1,1,1,1,1,1,1,1}}}}'
+              FROM generate_series(0, {LARGE // 10 - 9}) n""".replace("{{", "{").replace("}}", "}")
+    )
+    conn.execute(
+        f"""INSERT INTO awa.attempt_ends (entry_id, claim_id, id, slot, outcome)
+            SELECT c.entry_ids[i], c.claim_id, c.entry_ids[i], 0, CASE i WHEN 9 THEN 'failed' ELSE 'completed' END
+              FROM awa.claims c CROSS JOIN generate_series(9, 10) i
+             WHERE c.queue = 'q' AND c.claim_id <= {1000 + LARGE // 10 - 9}"""
+    )
+    conn.execute(
+        "INSERT INTO awa.ended_jobs (id, created_at, priority, attempt, max_attempts, state, queue, kind, args)"
+        " SELECT id, ended_at, 2, 1, 1, 'failed', 'q', 'noop', '{}' FROM awa.attempt_ends"
+        "  WHERE outcome = 'failed' AND claim_id >= 1000"
+    )
+    conn.execute(
+        f"""INSERT INTO awa.waiting_jobs (run_at, state, queue, kind)
+            SELECT now() + n * interval '1 s', CASE WHEN n = 7 THEN 'retryable' ELSE 'scheduled' END, 'q', 'noop'
+              FROM generate_series(1, {LARGE // 10}) n"""
+    )
+    conn.execute(
+        "UPDATE awa.runtime_instances SET newest_claim = %s, open_claims = %s WHERE id = %s",
+        (1000 + LARGE // 10 - 6, [1000 + LARGE // 10 - n for n in (8, 7, 6)], runtime),
+    )
+
+
+looked_at = pytest.mark.parametrize("content", [nothing, one_queue, one_huge_of_many, many_claims])
+
+
+@looked_at
+@statistics
+def test_finding_a_job_reads_few_rows(conn: Conn, explained: Explained, content: Content, statistics: str) -> None:
+    """Guard: the claim of an entry is found by halving, and the entry by a summarised range of ids."""
+    prepare(conn, statistics, content)
+    conn.execute(
+        "SELECT brin_summarize_new_values(format('awa.jobs_%s_id_idx', n)::regclass) FROM generate_series(0, 7) n"
+    )
+    ids = [id_ for (id_,) in conn.execute("SELECT id FROM awa.jobs WHERE queue = 'q' ORDER BY id").fetchall()]
+    ids = ids[:: len(ids) // 15]
+    for id_ in ids:
+        conn.execute("SELECT * FROM awa.find_job_v2(%s)", (id_,))
+    with explained.watch() as plans:
+        for id_ in ids[:5]:
+            assert conn.execute("SELECT * FROM awa.find_job_v2(%s)", (id_,)).fetchone()
+    by_id = [plan for plan in plans if "awa.jobs t WHERE t.id = p_id" in plan.query]
+    assert len(by_id) == 5
+    check(by_id, most_rows=5 * 8000)  # a few ranges of 32 pages
+    check([plan for plan in plans if plan not in by_id], most_rows=5 * 60)
+
+
+@looked_at
+@statistics
+def test_lists_read_little_more_than_they_show(
+    conn: Conn, explained: Explained, content: Content, statistics: str
+) -> None:
+    prepare(conn, statistics, content)
+    admin = Admin(AWA, lambda: nullcontext(conn))
+    shown = 0
+    for state in JobState:
+        for queue in ("q", None):
+            page = None
+            for _ in range(3):
+                with explained.watch() as plans:
+                    page = admin.list_jobs(state, queue=queue, limit=10, after=page and page.after)
+                shown += len(page.jobs)
+                # some rows of each lane and range, or a few claims with their members; for all queues, of each
+                names = sum("RECURSIVE" in plan.query for plan in plans)
+                assert names == (queue is None)
+                many = 1 if queue else len(admin.queue_counts()) if content is one_huge_of_many else 2
+                check(plans, most_rows=600 + 60 * (many - 1))
+                if page.after is None:
+                    break
+    assert shown >= 60 if content is not many_claims else shown > 150
+
+
+@looked_at
+@statistics
+def test_counts_stop_at_their_limit(
+    conn: Conn, explained: Explained, content: Content, statistics: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guard: nothing is counted beyond the limit, and an estimate reads the pages it may."""
+    monkeypatch.setattr(queues, "EXACT_LIMIT", 500)
+    monkeypatch.setattr(queues, "SAMPLE_PAGES", 10)
+    monkeypatch.setattr(queues, "CLAIM_PAGES", 5)
+    prepare(conn, statistics, content)
+    admin = Admin(AWA, lambda: nullcontext(conn))
+    with explained.watch() as plans:
+        counts = admin.queue_counts("q")["q"]
+    # up to 500 of each state, twice as many claims and what became of them, a hundred rows on each of some pages
+    check(plans, most_rows=8000)
+    if content is many_claims:
+        assert {state for state in JobState if not counts[state].is_exact} == {"scheduled", "completed", "failed"}
+        assert (counts[JobState.RUNNING].value, counts[JobState.RETRYABLE].value) == (80, 1)
 
 
 def test_a_function_does_not_change_the_callers_settings(conn: Conn) -> None:
