@@ -25,6 +25,112 @@ BEGIN
       FROM newest WHERE age <= 20);
 END $$;
 
+CREATE FUNCTION awa.cancel_error(p_reason text, p_error json) RETURNS json
+    LANGUAGE sql IMMUTABLE
+    AS $$
+    SELECT json_build_object('type', 'Cancelled', 'traceback', coalesce(p_error->>'traceback', ''), 'text',
+                             left(coalesce(p_reason, 'cancelled by an operator')
+                                  || coalesce(E'\n' || (p_error->>'type') || ': ' || (p_error->>'text'), ''), 4000))
+$$;
+
+CREATE FUNCTION awa.cancel_v1(p_id bigint, p_reason text DEFAULT NULL::text, p_force boolean DEFAULT false, OUT happened text, OUT state text) RETURNS record
+    LANGUAGE plpgsql
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET jit TO 'off'
+    SET lock_timeout TO '10ms'
+    AS $$
+DECLARE
+    v_until timestamptz := clock_timestamp() + interval '1 s';
+    v_error json := awa.cancel_error(p_reason, NULL);
+    v_is_ours boolean;
+    p record;
+BEGIN
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        RAISE EXCEPTION 'awa.cancel needs READ COMMITTED: an older snapshot would miss a claim' USING ERRCODE = 'AWA02';
+    END IF;
+    LOOP
+        BEGIN
+            LOCK TABLE awa.jobs IN ACCESS SHARE MODE;
+            SELECT * INTO p FROM awa.locate(p_id);
+            state := p.state;
+            IF p.place IS NULL THEN
+                happened := 'not_found';
+                RETURN;
+            ELSIF p.place = 'ended' THEN
+                happened := 'nothing';
+                RETURN;
+            ELSIF p.place = 'waiting' THEN
+                WITH taken AS (
+                    DELETE FROM awa.waiting_jobs w
+                     WHERE w.id = (SELECT t.id FROM awa.waiting_jobs t WHERE t.id = p_id FOR UPDATE SKIP LOCKED)
+                    RETURNING w.*
+                )
+                INSERT INTO awa.ended_jobs (id, created_at, state, priority, attempt, max_attempts, timeout_ms, queue,
+                                            kind, args, metadata, tags, concurrency_key, ordering_key, unique_key,
+                                            follow_ups, history)
+                SELECT t.id, t.created_at, 'cancelled', t.priority, t.attempt, t.max_attempts, t.timeout_ms, t.queue,
+                       t.kind, t.args, t.metadata, t.tags, t.concurrency_key, t.ordering_key, t.unique_key,
+                       t.follow_ups,
+                       awa.add_history(t.history, t.attempt, 'cancelled', clock_timestamp(), NULL, NULL, v_error)
+                  FROM taken t;
+                IF FOUND THEN
+                    happened := 'cancelled';
+                    state := 'cancelled';
+                    RETURN;
+                END IF;
+            ELSIF p.place = 'available'
+                  AND pg_try_advisory_xact_lock(hashtextextended('awa.queue:' || p.queue, 0)) THEN
+                INSERT INTO awa.ended_jobs (id, created_at, state, priority, attempt, max_attempts, timeout_ms, queue,
+                                            kind, args, metadata, tags, concurrency_key, ordering_key, unique_key,
+                                            follow_ups, history)
+                SELECT j.id, coalesce(j.created_at, j.available_at), 'cancelled', j.priority, j.attempt, j.max_attempts,
+                       j.timeout_ms, j.queue, j.kind, j.args, j.metadata, j.tags, j.concurrency_key, j.ordering_key,
+                       j.unique_key, j.follow_ups,
+                       awa.add_history(j.history, j.attempt, 'cancelled', clock_timestamp(), NULL, NULL, v_error)
+                  FROM awa.end_unclaimed(p.queue, p.slot, p.lane, p.xid, p.entry_id, 'cancelled', v_error) j;
+                IF FOUND THEN
+                    happened := 'cancelled';
+                    state := 'cancelled';
+                    RETURN;
+                END IF;
+            ELSIF p.place = 'running'
+                  AND pg_try_advisory_xact_lock(hashtextextended('awa.runtime:' || p.runtime, 0)) THEN
+                IF p_force THEN
+                    v_is_ours := cardinality(awa.end_attempts(
+                        p.runtime, NULL, ARRAY[p.claim_id], ARRAY[p.slot], ARRAY[NULL::integer], ARRAY[p.idx],
+                        ARRAY['cancelled'], ARRAY[0::double precision], ARRAY[NULL::integer],
+                        ARRAY[v_error::text])) = 1;
+                ELSE
+                    v_is_ours := NOT EXISTS (SELECT FROM awa.attempt_ends e
+                                              WHERE e.slot = p.slot AND e.entry_id = p.entry_id OFFSET 0)
+                                 AND NOT EXISTS (SELECT FROM awa.completions x
+                                                  WHERE x.slot = p.slot AND x.claim_id = p.claim_id
+                                                    AND p.idx = ANY (x.idx) OFFSET 0);
+                END IF;
+                IF v_is_ours THEN
+                    -- by force too: the handler still runs, and is told that it need not
+                    INSERT INTO awa.cancel_requests AS r (entry_id, id, runtime, claim_id, idx, slot, reason)
+                    VALUES (p.entry_id, p_id, p.runtime, p.claim_id, p.idx, p.slot, left(p_reason, 4000))
+                        ON CONFLICT (entry_id) DO UPDATE SET reason = coalesce(excluded.reason, r.reason);
+                    happened := CASE WHEN p_force THEN 'cancelled' ELSE 'requested' END;
+                    state := CASE WHEN p_force THEN 'cancelled' ELSE 'running' END;
+                    RETURN;
+                END IF;
+            END IF;
+            RAISE EXCEPTION 'job % is held, or has moved on', p_id USING ERRCODE = '55P03';
+        EXCEPTION WHEN lock_not_available THEN
+            NULL;               -- the locks are given back
+        END;
+        IF clock_timestamp() > v_until THEN
+            happened := 'busy';
+            RETURN;
+        END IF;
+        PERFORM pg_sleep(0.01 + 0.03 * random());
+    END LOOP;
+END $$;
+
 CREATE FUNCTION awa.carry_v1(p_slot smallint, p_queue text, p_limit integer) RETURNS integer
     LANGUAGE plpgsql
     SET plan_cache_mode TO 'force_generic_plan'
@@ -88,6 +194,52 @@ CREATE FUNCTION awa.channel() RETURNS text
     SELECT 'awa_' || left(encode(sha256(convert_to('awa.bell', 'UTF8')), 'hex'), 16)
 $$;
 
+CREATE FUNCTION awa.claim_of(p_slot smallint, p_queue text, p_lane smallint, p_xid xid8, p_entry bigint, p_appended_at timestamp with time zone) RETURNS TABLE(claim_id bigint, idx smallint, claimed_at timestamp with time zone, runtime bigint)
+    LANGUAGE plpgsql STABLE
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET jit TO 'off'
+    AS $$
+#variable_conflict use_column
+DECLARE
+    v_lo bigint;
+    v_hi bigint;
+    r record;
+BEGIN
+    IF p_lane <> 0 AND NOT coalesce(awa.has_passed(awa.frontier_of(p_queue), p_lane, p_xid, p_entry), false) THEN
+        RETURN;
+    END IF;
+    SELECT c.claim_id INTO v_lo FROM awa.claims c WHERE c.queue = p_queue ORDER BY c.claim_id LIMIT 1;
+    SELECT c.claim_id INTO v_hi FROM awa.claims c WHERE c.queue = p_queue ORDER BY c.claim_id DESC LIMIT 1;
+    WHILE v_lo < v_hi LOOP
+        SELECT c.claim_id, c.claimed_at, c.frontier INTO r FROM awa.claims c
+         WHERE c.queue = p_queue AND c.claim_id <= (v_lo + v_hi) / 2
+         ORDER BY c.claim_id DESC LIMIT 1;
+        IF (CASE WHEN p_lane = 0 THEN r.claimed_at >= p_appended_at
+                 ELSE awa.has_passed(r.frontier, p_lane, p_xid, p_entry) END) THEN
+            v_hi := r.claim_id;
+        ELSE
+            v_lo := (v_lo + v_hi) / 2 + 1;
+        END IF;
+    END LOOP;
+    -- a few rows of the slot: one for each lane, and of lane 0 those of claims that were made at the same moment
+    RETURN QUERY
+        SELECT c.claim_id, array_position(c.entry_ids, p_entry)::smallint, c.claimed_at, c.runtime
+          FROM (SELECT * FROM awa.claims c
+                 WHERE c.slot = p_slot AND c.queue = p_queue AND c.claim_id >= v_hi
+                 ORDER BY c.claim_id LIMIT 20) c
+         WHERE c.lane = p_lane AND p_entry = ANY (c.entry_ids)
+         LIMIT 1;
+    IF NOT FOUND THEN
+        RETURN QUERY
+            SELECT c.claim_id, array_position(c.entry_ids, p_entry)::smallint, c.claimed_at, c.runtime
+              FROM awa.claims c
+             WHERE c.slot = p_slot AND c.queue = p_queue AND c.lane = p_lane AND p_entry = ANY (c.entry_ids)
+             LIMIT 1;
+    END IF;
+END $$;
+
 CREATE FUNCTION awa.claim_v1(p_queue text, p_runtime bigint, p_kinds text[], p_limit integer, p_bell boolean DEFAULT false) RETURNS TABLE(flags integer, claim_id bigint, slot smallint, nonce integer, priority smallint, ids bigint[], entry_ids bigint[], attempts smallint[], max_attempts smallint[], kinds text[], lens integer[], args text, created_at timestamp with time zone[], details text[])
     LANGUAGE plpgsql
     SET plan_cache_mode TO 'force_generic_plan'
@@ -117,6 +269,8 @@ DECLARE
     f awa.lane_frontier;
     r record;
     g record;
+    v_parts record;              -- the parts of the page from here to now
+    v_parts_from text;
     w_lane smallint[];           -- the walk: one element per range, in walk order
     w_from pg_snapshot[];
     w_to pg_snapshot[];
@@ -165,6 +319,7 @@ BEGIN
         v_frontier := coalesce(v_frontier, '{}');
         v_claimed_at := coalesce(v_claimed_at, '-infinity');
         v_now := awa.page_end();
+        v_parts_from := NULL;
         IF v_direct IS NULL THEN
             v_aside := NULL;
             IF p_kinds IS NOT NULL AND NOT v_held AND EXISTS (SELECT FROM awa.waiting_jobs t
@@ -223,7 +378,12 @@ BEGIN
                     w_lo_xid := w_lo_xid || pg_snapshot_xmax(f.page_from); w_lo_entry := w_lo_entry || -1::bigint;
                     w_hi_xid := w_hi_xid || pg_snapshot_xmax(v_now); w_hi_entry := w_hi_entry || -1::bigint;
                 ELSE
-                    r := awa.page_ranges(f.page_from, v_now, '0', 0);
+                    -- most lanes were last looked at together: the parts of their pages are the same
+                    IF v_parts_from IS DISTINCT FROM f.page_from::text THEN
+                        v_parts := awa.page_ranges(f.page_from, v_now, '0', 0);
+                        v_parts_from := f.page_from::text;
+                    END IF;
+                    r := v_parts;
                     w_lane := w_lane || array_fill(v_lane, ARRAY[cardinality(r.lo_xid)]);
                     w_from := w_from || array_fill(f.page_from, ARRAY[cardinality(r.lo_xid)]);
                     w_to := w_to || array_fill(v_now, ARRAY[cardinality(r.lo_xid)]);
@@ -452,6 +612,7 @@ CREATE FUNCTION awa.end_attempts(p_runtime bigint, p_flush bigint, p_claims bigi
 DECLARE
     v_done integer[];
     v_bells text[];
+    v_requests bigint[];
 BEGIN
     WITH member AS MATERIALIZED (
         SELECT o.n::integer AS n, c.slot, c.queue, c.lane, c.claim_id, o.outcome, o.delay, o.elapsed, o.error,
@@ -463,14 +624,21 @@ BEGIN
          WHERE (o.nonce IS NULL OR c.nonce = o.nonce) AND o.idx BETWEEN 1 AND cardinality(c.entry_ids)
            AND NOT EXISTS (SELECT FROM awa.completions x
                             WHERE x.slot = o.slot AND x.claim_id = o.claim_id AND o.idx = ANY (x.idx) OFFSET 0)
+    ), asked AS MATERIALIZED (
+        SELECT m.*, r.entry_id IS NOT NULL AS has_request, r.reason,
+               r.entry_id IS NOT NULL AND m.outcome <> 'completed' AS is_cancelled
+          FROM member m
+          LEFT JOIN LATERAL (SELECT * FROM awa.cancel_requests r WHERE r.entry_id = m.entry_id LIMIT 1) r ON true
     ), body AS MATERIALIZED (
         SELECT DISTINCT ON (m.slot, m.entry_id)        -- an attempt that is quoted twice ends once
-               m.n, m.claim_id, m.elapsed, m.error, greatest(m.delay, 0) AS delay, clock_timestamp() AS at,
+               m.n, m.claim_id, m.elapsed, greatest(m.delay, 0) AS delay, clock_timestamp() AS at, m.has_request,
                -- the limit of attempts is kept here too, whoever asks
-               CASE WHEN m.outcome IN ('retried', 'rescued') AND j.attempt >= j.max_attempts THEN 'failed'
+               CASE WHEN m.is_cancelled THEN 'cancelled'
+                    WHEN m.outcome IN ('retried', 'rescued') AND j.attempt >= j.max_attempts THEN 'failed'
                     ELSE m.outcome END AS outcome,
-               m.outcome AS asked, j.*
-          FROM member m
+               CASE WHEN m.is_cancelled THEN 'cancelled' ELSE m.outcome END AS asked,
+               CASE WHEN m.is_cancelled THEN awa.cancel_error(m.reason, m.error) ELSE m.error END AS error, j.*
+          FROM asked m
          CROSS JOIN LATERAL (SELECT * FROM awa.jobs j
                               WHERE j.slot = m.slot AND j.queue = m.queue AND j.lane = m.lane AND j.xid = m.xid
                                 AND j.entry_id = m.entry_id LIMIT 1) j
@@ -518,13 +686,79 @@ BEGIN
     )
     SELECT coalesce(array_agg(d.n), '{}'),
            array_agg(DISTINCT d.queue) FILTER (WHERE d.goes IN ('express', 'main'))
-           || CASE WHEN bool_or(d.goes = 'waiting' AND d.delay < 1.5) THEN '{""}'::text[] END
-      INTO v_done, v_bells
+           || CASE WHEN bool_or(d.goes = 'waiting' AND d.delay < 1.5) THEN '{""}'::text[] END,
+           array_agg(d.entry_id) FILTER (WHERE d.has_request)
+      INTO v_done, v_bells, v_requests
       FROM done d;
     IF v_bells IS NOT NULL THEN
         PERFORM awa.ring(v_bells);
     END IF;
+    IF v_requests IS NOT NULL THEN
+        DELETE FROM awa.cancel_requests r WHERE r.entry_id = ANY (v_requests);
+    END IF;
     RETURN v_done;
+END $$;
+
+CREATE SEQUENCE awa.entry_id_seq
+    START WITH 1
+    INCREMENT BY 1
+    NO MINVALUE
+    NO MAXVALUE
+    CACHE 1;
+
+CREATE SEQUENCE awa.ring_seq
+    START WITH 0
+    INCREMENT BY 1
+    MINVALUE 0
+    MAXVALUE 7
+    CACHE 1;
+
+CREATE TABLE awa.jobs (
+    xid xid8 DEFAULT pg_current_xact_id() NOT NULL,
+    entry_id bigint DEFAULT nextval('awa.entry_id_seq'::regclass) NOT NULL,
+    id bigint DEFAULT currval('awa.entry_id_seq'::regclass) NOT NULL,
+    available_at timestamp with time zone DEFAULT now() NOT NULL,
+    created_at timestamp with time zone,
+    slot smallint DEFAULT (pg_sequence_last_value('awa.ring_seq'::regclass))::smallint NOT NULL,
+    lane smallint DEFAULT 5 NOT NULL,
+    priority smallint DEFAULT 2 NOT NULL,
+    attempt smallint DEFAULT 1 NOT NULL,
+    max_attempts smallint DEFAULT 25 NOT NULL,
+    timeout_ms integer,
+    queue text DEFAULT 'default'::text NOT NULL COLLATE pg_catalog."C",
+    kind text NOT NULL COLLATE pg_catalog."C",
+    args json DEFAULT '{}'::json NOT NULL,
+    metadata json,
+    tags text[] COLLATE pg_catalog."C",
+    concurrency_key text COLLATE pg_catalog."C",
+    ordering_key text COLLATE pg_catalog."C",
+    unique_key bytea,
+    expires_at timestamp with time zone,
+    follow_ups json,
+    history json
+)
+PARTITION BY LIST (slot);
+
+CREATE FUNCTION awa.end_unclaimed(p_queue text, p_slot smallint, p_lane smallint, p_xid xid8, p_entry bigint, p_outcome text, p_error json) RETURNS SETOF awa.jobs
+    LANGUAGE plpgsql
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET jit TO 'off'
+    AS $$
+#variable_conflict use_column
+BEGIN
+    RETURN QUERY
+        WITH entry AS MATERIALIZED (
+            SELECT * FROM awa.jobs j
+             WHERE j.slot = p_slot AND j.queue = p_queue AND j.lane = p_lane AND j.xid = p_xid AND j.entry_id = p_entry
+               AND NOT awa.is_passed(p_queue, p_lane, p_xid, p_entry)
+               AND NOT EXISTS (SELECT FROM awa.attempt_ends e WHERE e.slot = p_slot AND e.entry_id = p_entry OFFSET 0)
+        ), ended AS (
+            INSERT INTO awa.attempt_ends (entry_id, id, slot, outcome, error)
+            SELECT j.entry_id, j.id, j.slot, p_outcome, p_error FROM entry j
+        )
+        SELECT * FROM entry;
 END $$;
 
 CREATE FUNCTION awa.ended_among(p_slots smallint[], p_entries bigint[]) RETURNS bigint[]
@@ -539,6 +773,59 @@ BEGIN
     RETURN ARRAY(SELECT e.entry_id FROM unnest(p_slots, p_entries) AS e(slot, entry_id)
                   WHERE EXISTS (SELECT FROM awa.attempt_ends t
                                  WHERE t.slot = e.slot AND t.entry_id = e.entry_id OFFSET 0));
+END $$;
+
+CREATE FUNCTION awa.error_of(p_ended json) RETURNS json
+    LANGUAGE sql IMMUTABLE
+    AS $$
+    SELECT CASE WHEN coalesce(p_ended->>'type', p_ended->>'text') IS NOT NULL
+                THEN json_build_object('type', p_ended->'type', 'text', p_ended->'text',
+                                       'traceback', p_ended->'traceback') END
+$$;
+
+CREATE FUNCTION awa.expire_v1(p_runtime bigint, p_behind double precision, p_limit integer, p_skip integer DEFAULT 0, OUT ended integer, OUT blocked integer) RETURNS record
+    LANGUAGE plpgsql
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET jit TO 'off'
+    SET lock_timeout TO '20ms'
+    AS $$
+DECLARE
+    r record;
+BEGIN
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        RAISE EXCEPTION 'awa.expire needs READ COMMITTED: an older snapshot would miss what was settled last'
+              USING ERRCODE = 'AWA02';
+    END IF;
+    ended := 0;
+    blocked := 0;
+    IF NOT EXISTS (SELECT FROM awa.overdue(p_runtime, p_behind, 1, p_skip)) THEN
+        RETURN;
+    END IF;
+    IF NOT pg_try_advisory_xact_lock(hashtextextended('awa.runtime:' || p_runtime, 0)) THEN
+        RETURN;                             -- it claims or settles just now; perhaps what is overdue
+    END IF;
+    IF EXISTS (SELECT FROM awa.gone_runtimes t WHERE t.runtime = p_runtime) THEN
+        RETURN;                             -- a rescue's business
+    END IF;
+    FOR r IN SELECT o.*, least(86400, 2 ^ least(o.attempt, 20) * (1 + 0.25 * random())) AS delay,
+                    json_build_object('type', 'awa.errors.DeadlineExceeded', 'text',
+                                      format('its time of %s s was up, and its worker, runtime %s, did not end it within '
+                                             '%s s more', round(o.limit_ms / 1000.0, 1), p_runtime, p_behind),
+                                      'traceback', '')::text AS error
+               FROM awa.overdue(p_runtime, p_behind, p_limit, p_skip) o
+    LOOP
+        BEGIN
+            ended := ended + cardinality(awa.end_attempts(
+                p_runtime, NULL, ARRAY[r.claim_id], ARRAY[r.slot], ARRAY[r.nonce], ARRAY[r.idx], ARRAY['retried'],
+                ARRAY[r.delay], ARRAY[NULL::integer], ARRAY[r.error]));
+        EXCEPTION WHEN OTHERS THEN
+            blocked := 1;
+            RAISE WARNING 'awa: member % of claim % is overdue and cannot be ended now: %', r.idx, r.claim_id, SQLERRM;
+            EXIT;
+        END;
+    END LOOP;
 END $$;
 
 CREATE FUNCTION awa.fence_v1(p_runtime bigint, p_silent double precision) RETURNS boolean
@@ -575,49 +862,96 @@ CREATE FUNCTION awa.fetch_args_v1(p_runtime bigint, p_claim bigint, p_slot small
 $$;
 
 CREATE FUNCTION awa.find_job_v1(p_id bigint) RETURNS TABLE(id bigint, queue text, kind text, state text, priority smallint, attempt smallint, max_attempts smallint, args json, metadata json, tags text[], created_at timestamp with time zone, run_at timestamp with time zone, ended_at timestamp with time zone, waits_for text, history json)
+    LANGUAGE sql STABLE
+    AS $$
+    SELECT f.id, f.queue, f.kind, f.state, f.priority, f.attempt, f.max_attempts, f.args, f.metadata, f.tags,
+           f.created_at, f.run_at, f.ended_at, f.waits_for, f.history
+      FROM awa.find_job_v2(p_id) f
+$$;
+
+CREATE FUNCTION awa.find_job_v2(p_id bigint) RETURNS TABLE(id bigint, queue text, kind text, state text, priority smallint, attempt smallint, max_attempts smallint, args json, metadata json, tags text[], created_at timestamp with time zone, run_at timestamp with time zone, claimed_at timestamp with time zone, ended_at timestamp with time zone, elapsed_ms integer, runtime bigint, hostname text, pid integer, waits_for text, error json, history json)
     LANGUAGE plpgsql STABLE
+    SET plan_cache_mode TO 'force_generic_plan'
     SET enable_seqscan TO 'off'
+    SET max_parallel_workers_per_gather TO '0'
     SET jit TO 'off'
     AS $$
 #variable_conflict use_column
 DECLARE
     j awa.jobs;
-    v_state text;
+    e awa.attempt_ends;
+    v_state text;          -- NULL until the job is found
+    v_is_newest boolean := true;
+    v_error json;
+    v_last json;           -- the last ended attempt in the history
+    v_claim bigint;
+    v_idx smallint;
+    v_claimed_at timestamptz;
+    v_runtime bigint;
     v_ended_at timestamptz;
-    r record;
+    v_elapsed_ms integer;
 BEGIN
-    RETURN QUERY
-        SELECT w.id, w.queue, w.kind, w.state, w.priority, w.attempt, w.max_attempts, w.args, w.metadata, w.tags,
-               w.created_at, CASE WHEN isfinite(w.run_at) THEN w.run_at END, NULL::timestamptz, w.waits_for, w.history
-          FROM awa.waiting_jobs w WHERE w.id = p_id
-        UNION ALL
-        SELECT e.id, e.queue, e.kind, e.state, e.priority, e.attempt, e.max_attempts, e.args, e.metadata, e.tags,
-               e.created_at, NULL, e.ended_at, NULL, e.history
-          FROM awa.ended_jobs e WHERE e.id = p_id;
-    IF FOUND THEN
-        RETURN;
-    END IF;
-    SELECT * INTO j FROM awa.jobs t WHERE t.id = p_id ORDER BY t.entry_id DESC LIMIT 1;
-    IF NOT FOUND THEN
-        RETURN;
-    END IF;
-    SELECT e.outcome, e.ended_at INTO v_state, v_ended_at FROM awa.attempt_ends e
-     WHERE e.slot = j.slot AND e.entry_id = j.entry_id;
-    IF NOT FOUND THEN
-        v_state := 'available';
-        SELECT c.claim_id, array_position(c.entry_ids, j.entry_id)::smallint AS idx INTO r FROM awa.claims c
-         WHERE c.slot = j.slot AND c.queue = j.queue AND c.lane = j.lane AND j.entry_id = ANY (c.entry_ids)
-         LIMIT 1;
-        IF FOUND THEN
-            v_state := 'running';
-            SELECT 'completed', x.completed_at INTO v_state, v_ended_at FROM awa.completions x
-             WHERE x.slot = j.slot AND x.claim_id = r.claim_id AND r.idx = ANY (x.idx);
-            v_state := coalesce(v_state, 'running');
+    SELECT w.id, w.queue, w.kind, w.state, w.priority, w.attempt, w.max_attempts, w.args, w.metadata, w.tags,
+           w.created_at, CASE WHEN isfinite(w.run_at) THEN w.run_at END, w.ended_at, w.waits_for, w.history, w.state
+      INTO id, queue, kind, state, priority, attempt, max_attempts, args, metadata, tags,
+           created_at, run_at, ended_at, waits_for, history, v_state
+      FROM (SELECT t.id, t.queue, t.kind, t.state, t.priority, t.attempt, t.max_attempts, t.args, t.metadata, t.tags,
+                   t.created_at, t.run_at, NULL::timestamptz AS ended_at, t.waits_for, t.history
+              FROM awa.waiting_jobs t WHERE t.id = p_id
+             UNION ALL
+            SELECT t.id, t.queue, t.kind, t.state, t.priority, t.attempt, t.max_attempts, t.args, t.metadata, t.tags,
+                   t.created_at, NULL, t.ended_at, NULL, t.history
+              FROM awa.ended_jobs t WHERE t.id = p_id) w;
+    FOR j IN SELECT * FROM awa.jobs t WHERE t.id = p_id ORDER BY t.entry_id DESC LOOP
+        SELECT * INTO e FROM awa.attempt_ends t WHERE t.slot = j.slot AND t.entry_id = j.entry_id;
+        IF e.entry_id IS NULL THEN
+            SELECT c.claim_id, c.idx, c.claimed_at, c.runtime INTO v_claim, v_idx, v_claimed_at, v_runtime
+              FROM awa.claim_of(j.slot, j.queue, j.lane, j.xid, j.entry_id, j.available_at) c;
+            SELECT t.completed_at, t.elapsed_ms[array_position(t.idx, v_idx)] INTO v_ended_at, v_elapsed_ms
+              FROM awa.completions t
+             WHERE t.slot = j.slot AND t.claim_id = v_claim AND v_idx = ANY (t.idx) LIMIT 1;
+        ELSE
+            SELECT t.claim_id, t.claimed_at, t.runtime INTO v_claim, v_claimed_at, v_runtime
+              FROM awa.claims t
+             WHERE t.slot = j.slot AND t.queue = j.queue AND t.claim_id = e.claim_id LIMIT 1;
+            v_ended_at := e.ended_at;
+            v_elapsed_ms := e.elapsed_ms;
         END IF;
+        IF v_is_newest AND v_state IS NULL THEN
+            v_state := CASE WHEN e.outcome IN ('completed', 'failed', 'cancelled') THEN e.outcome
+                            WHEN e.entry_id IS NOT NULL THEN NULL
+                            WHEN v_ended_at IS NOT NULL THEN 'completed'
+                            WHEN v_claim IS NOT NULL THEN 'running'
+                            ELSE 'available' END;
+            IF v_state IS NULL THEN
+                RETURN;
+            END IF;
+            id := j.id; queue := j.queue; kind := j.kind; state := v_state; priority := j.priority;
+            attempt := j.attempt; max_attempts := j.max_attempts; args := j.args; metadata := j.metadata;
+            tags := j.tags; created_at := coalesce(j.created_at, j.available_at); history := j.history;
+            ended_at := v_ended_at;
+            v_error := e.error;
+        END IF;
+        v_is_newest := false;
+        CONTINUE WHEN v_claim IS NULL OR e.outcome IN ('released', 'set_aside');
+        claimed_at := v_claimed_at;
+        runtime := v_runtime;
+        elapsed_ms := v_elapsed_ms;
+        EXIT;
+    END LOOP;
+    IF v_state IS NULL THEN
+        RETURN;
     END IF;
-    RETURN QUERY SELECT j.id, j.queue, j.kind, v_state, j.priority, j.attempt, j.max_attempts, j.args, j.metadata,
-                        j.tags, coalesce(j.created_at, j.available_at), NULL::timestamptz, v_ended_at, NULL::text,
-                        j.history;
+    v_last := history->-1;
+    IF runtime IS NULL AND v_last IS NOT NULL THEN
+        runtime := (v_last->>'runtime')::bigint;
+        elapsed_ms := (v_last->>'elapsed_ms')::integer;
+    END IF;
+    SELECT t.hostname, t.pid INTO hostname, pid FROM awa.runtime_instances t WHERE t.id = runtime;
+    IF v_state <> 'completed' THEN
+        error := coalesce(v_error, awa.error_of(v_last));
+    END IF;
+    RETURN NEXT;
 END $$;
 
 CREATE FUNCTION awa.frontier_of(p_queue text) RETURNS awa.lane_frontier[]
@@ -629,6 +963,248 @@ CREATE FUNCTION awa.frontier_of(p_queue text) RETURNS awa.lane_frontier[]
             SELECT t.claim_id, t.frontier FROM awa.frontiers t WHERE t.queue = p_queue) u
      ORDER BY u.claim_id DESC LIMIT 1
 $$;
+
+CREATE FUNCTION awa.has_passed(p_frontier awa.lane_frontier[], p_lane smallint, p_xid xid8, p_entry bigint) RETURNS boolean
+    LANGUAGE plpgsql IMMUTABLE
+    AS $$
+DECLARE
+    f awa.lane_frontier;
+BEGIN
+    FOR v_n IN 1..coalesce(cardinality(p_frontier), 0) LOOP
+        f := p_frontier[v_n];
+        IF f.lane = p_lane THEN
+            RETURN pg_visible_in_snapshot(p_xid, f.page_from)
+                OR coalesce(pg_visible_in_snapshot(p_xid, f.page_to)
+                            AND (p_xid, p_entry) <= (f.last_xid, f.last_entry), false);
+        END IF;
+    END LOOP;
+    RETURN false;
+END $$;
+
+CREATE FUNCTION awa.is_passed(p_queue text, p_lane smallint, p_xid xid8, p_entry bigint) RETURNS boolean
+    LANGUAGE plpgsql STABLE
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET jit TO 'off'
+    AS $$
+DECLARE
+    f awa.lane_frontier;
+BEGIN
+    IF p_lane = 0 THEN
+        RETURN true;
+    END IF;
+    SELECT l.* INTO f FROM unnest(awa.frontier_of(p_queue)) l WHERE l.lane = p_lane;
+    -- a lane that is not listed was never claimed from; f is NULL then
+    RETURN coalesce(pg_visible_in_snapshot(p_xid, f.page_from)
+                    OR pg_visible_in_snapshot(p_xid, f.page_to) AND (p_xid, p_entry) <= (f.last_xid, f.last_entry), false);
+END $$;
+
+CREATE FUNCTION awa.lies_ahead(p_from pg_snapshot, p_to pg_snapshot, p_last_xid xid8, p_last_entry bigint, p_xid xid8, p_entry bigint) RETURNS boolean
+    LANGUAGE sql IMMUTABLE
+    AS $$
+    SELECT p_from IS NULL
+        OR NOT pg_visible_in_snapshot(p_xid, coalesce(p_to, p_from))
+        OR (p_to IS NOT NULL AND NOT pg_visible_in_snapshot(p_xid, p_from)
+            AND (p_xid, p_entry) > (p_last_xid, p_last_entry))
+$$;
+
+CREATE FUNCTION awa.locate(p_id bigint, OUT place text, OUT state text, OUT queue text, OUT slot smallint, OUT lane smallint, OUT xid xid8, OUT entry_id bigint, OUT runtime bigint, OUT claim_id bigint, OUT idx smallint) RETURNS record
+    LANGUAGE plpgsql STABLE
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET jit TO 'off'
+    AS $$
+#variable_conflict use_column
+DECLARE
+    j awa.jobs;
+    r record;
+BEGIN
+    SELECT 'waiting', w.state, w.queue INTO place, state, queue FROM awa.waiting_jobs w WHERE w.id = p_id;
+    IF FOUND THEN
+        RETURN;
+    END IF;
+    SELECT 'ended', e.state, e.queue INTO place, state, queue FROM awa.ended_jobs e WHERE e.id = p_id;
+    IF FOUND THEN
+        RETURN;
+    END IF;
+    SELECT * INTO j FROM awa.newest_entry(p_id);
+    IF NOT FOUND THEN
+        RETURN;
+    END IF;
+    SELECT CASE WHEN e.outcome IN ('completed', 'failed', 'cancelled') THEN e.outcome END INTO state
+      FROM awa.attempt_ends e WHERE e.slot = j.slot AND e.entry_id = j.entry_id;
+    IF FOUND THEN                -- else its next entry lay in a segment that was emptied since, and nothing is left
+        place := CASE WHEN state IS NOT NULL THEN 'ended' END;
+        queue := CASE WHEN state IS NOT NULL THEN j.queue END;
+        RETURN;
+    END IF;
+    queue := j.queue; slot := j.slot; lane := j.lane; xid := j.xid; entry_id := j.entry_id;
+    IF NOT awa.is_passed(j.queue, j.lane, j.xid, j.entry_id) THEN
+        place := 'available'; state := 'available';
+        RETURN;
+    END IF;
+    -- the open claims of each runtime, as rescue reads them: few, whatever has been claimed ever
+    SELECT c.runtime, c.claim_id, array_position(c.entry_ids, j.entry_id)::smallint AS idx INTO r
+      FROM awa.runtime_instances i
+     CROSS JOIN LATERAL (
+           SELECT * FROM awa.claims t
+            WHERE t.slot = j.slot AND t.runtime = i.id AND t.claim_id > i.newest_claim
+           UNION ALL
+           SELECT t.* FROM unnest(i.open_claims) o CROSS JOIN LATERAL (
+                  SELECT * FROM awa.claims t
+                   WHERE t.slot = j.slot AND t.runtime = i.id AND t.claim_id = o AND o <= i.newest_claim OFFSET 0) t) c
+     WHERE i.ended_at IS NULL AND j.entry_id = ANY (c.entry_ids)
+     LIMIT 1;
+    IF NOT FOUND THEN
+        SELECT f.state INTO state FROM awa.find_job_v1(p_id) f;
+        place := CASE state WHEN 'completed' THEN 'ended' ELSE 'unclear' END;
+    ELSIF EXISTS (SELECT FROM awa.completions x
+                   WHERE x.slot = j.slot AND x.claim_id = r.claim_id AND r.idx = ANY (x.idx) OFFSET 0) THEN
+        place := 'ended'; state := 'completed';
+    ELSE
+        place := 'running'; state := 'running';
+        runtime := r.runtime; claim_id := r.claim_id; idx := r.idx;
+    END IF;
+END $$;
+
+CREATE FUNCTION awa.move_v1(p_id bigint, p_queue text, OUT happened text, OUT state text) RETURNS record
+    LANGUAGE plpgsql
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET jit TO 'off'
+    SET lock_timeout TO '10ms'
+    AS $$
+DECLARE
+    v_until timestamptz := clock_timestamp() + interval '1 s';
+    v_waits_for text;
+    p record;
+BEGIN
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        RAISE EXCEPTION 'awa.move needs READ COMMITTED: an older snapshot would miss a claim' USING ERRCODE = 'AWA02';
+    END IF;
+    IF p_queue IS NULL OR length(p_queue) NOT BETWEEN 1 AND 200 THEN
+        RAISE EXCEPTION 'a queue''s name has 1 to 200 characters, not %', coalesce(length(p_queue)::text, 'NULL')
+              USING ERRCODE = '22023';
+    END IF;
+    LOOP
+        BEGIN
+            LOCK TABLE awa.jobs IN ACCESS SHARE MODE;
+            SELECT * INTO p FROM awa.locate(p_id);
+            state := p.state;
+            IF p.place IS NULL THEN
+                happened := 'not_found';
+                RETURN;
+            ELSIF p.place NOT IN ('waiting', 'available') THEN
+                happened := 'refused';
+                RETURN;
+            ELSIF p.queue = p_queue THEN
+                happened := 'nothing';
+                RETURN;
+            ELSIF p.place = 'waiting' THEN
+                UPDATE awa.waiting_jobs w SET queue = p_queue, seq = nextval('awa.entry_id_seq')
+                 WHERE w.id = (SELECT t.id FROM awa.waiting_jobs t WHERE t.id = p_id FOR UPDATE SKIP LOCKED)
+                RETURNING w.waits_for INTO v_waits_for;
+                IF FOUND THEN
+                    IF v_waits_for <> 'time' THEN
+                        -- everybody hears it, as in a claim that sets aside: whoever knows its kind may hold no bell
+                        PERFORM pg_notify(awa.channel(), chr(1) || p_queue);
+                    END IF;
+                    happened := 'moved';
+                    RETURN;
+                END IF;
+            ELSIF pg_try_advisory_xact_lock(hashtextextended('awa.queue:' || p.queue, 0)) THEN
+                INSERT INTO awa.jobs (id, created_at, lane, priority, attempt, max_attempts, timeout_ms, queue, kind,
+                                      args, metadata, tags, concurrency_key, ordering_key, unique_key, expires_at,
+                                      follow_ups, history)
+                SELECT j.id, coalesce(j.created_at, j.available_at),
+                       -- one that may have killed its worker is claimed alone, which only express lanes see to
+                       2 * j.priority + (j.history->-1->>'outcome' IS DISTINCT FROM 'rescued')::integer, j.priority,
+                       j.attempt, j.max_attempts, j.timeout_ms, p_queue, j.kind, j.args, j.metadata, j.tags,
+                       j.concurrency_key, j.ordering_key, j.unique_key, j.expires_at, j.follow_ups, j.history
+                  FROM awa.end_unclaimed(p.queue, p.slot, p.lane, p.xid, p.entry_id, 'moved', NULL) j;
+                IF FOUND THEN
+                    PERFORM awa.ring(ARRAY[p_queue]);
+                    happened := 'moved';
+                    RETURN;
+                END IF;
+            END IF;
+            RAISE EXCEPTION 'job % is held, or has moved on', p_id USING ERRCODE = '55P03';
+        EXCEPTION WHEN lock_not_available THEN
+            NULL;               -- the locks are given back
+        END;
+        IF clock_timestamp() > v_until THEN
+            happened := 'busy';
+            RETURN;
+        END IF;
+        PERFORM pg_sleep(0.01 + 0.03 * random());
+    END LOOP;
+END $$;
+
+CREATE FUNCTION awa.newest_entry(p_id bigint) RETURNS SETOF awa.jobs
+    LANGUAGE sql STABLE
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'on'
+    SET jit TO 'off'
+    AS $$
+    SELECT * FROM awa.jobs t WHERE t.id = p_id ORDER BY t.entry_id DESC LIMIT 1
+$$;
+
+CREATE FUNCTION awa.open_attempts() RETURNS TABLE(slot smallint, runtime bigint, claim_id bigint, idx smallint, queue text, xid xid8, entry_id bigint)
+    LANGUAGE sql STABLE
+    AS $$
+    WITH completed AS MATERIALIZED (
+        SELECT x.slot, x.claim_id, i.idx FROM awa.completions x CROSS JOIN LATERAL unnest(x.idx) AS i(idx)
+    )
+    SELECT c.slot, c.runtime, c.claim_id, m.idx::smallint, c.queue, m.xid, m.entry_id
+      FROM awa.claims c
+     CROSS JOIN LATERAL unnest(c.entry_ids, c.xids) WITH ORDINALITY AS m(entry_id, xid, idx)
+     WHERE NOT EXISTS (SELECT FROM completed x
+                        WHERE x.slot = c.slot AND x.claim_id = c.claim_id AND x.idx = m.idx)
+       AND NOT EXISTS (SELECT FROM awa.attempt_ends e WHERE e.slot = c.slot AND e.entry_id = m.entry_id)
+$$;
+
+CREATE FUNCTION awa.overdue(p_runtime bigint, p_behind double precision, p_limit integer, p_skip integer) RETURNS TABLE(claim_id bigint, slot smallint, nonce integer, idx smallint, attempt smallint, limit_ms integer)
+    LANGUAGE plpgsql STABLE
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET jit TO 'off'
+    AS $$
+#variable_conflict use_column
+BEGIN
+    RETURN QUERY
+        WITH old AS MATERIALIZED (
+            SELECT c.*, i.timeout_ms, i.kind_timeouts
+              FROM awa.runtime_instances i
+             CROSS JOIN LATERAL (
+                   SELECT t.* FROM awa.claims t WHERE t.runtime = p_runtime AND t.claim_id > i.newest_claim
+                   UNION ALL
+                   SELECT t.* FROM unnest(i.open_claims) o CROSS JOIN LATERAL (
+                          SELECT * FROM awa.claims t
+                           WHERE t.runtime = p_runtime AND t.claim_id = o AND o <= i.newest_claim OFFSET 0) t) c
+             WHERE i.id = p_runtime AND i.timeout_ms IS NOT NULL
+               AND c.claimed_at < clock_timestamp() - p_behind * interval '1 s'
+        )
+        SELECT c.claim_id, c.slot, c.nonce, m.idx::smallint, j.attempt, l.limit_ms
+          FROM old c
+         CROSS JOIN LATERAL unnest(c.entry_ids, c.xids) WITH ORDINALITY AS m(entry_id, xid, idx)
+         CROSS JOIN LATERAL (SELECT j.kind, j.attempt, j.timeout_ms FROM awa.jobs j
+                              WHERE j.slot = c.slot AND j.queue = c.queue AND j.lane = c.lane
+                                AND j.xid = m.xid AND j.entry_id = m.entry_id LIMIT 1) j
+         CROSS JOIN LATERAL (SELECT coalesce(j.timeout_ms, (c.kind_timeouts->>j.kind)::integer, c.timeout_ms)) l(limit_ms)
+         WHERE l.limit_ms > 0
+           AND c.claimed_at < clock_timestamp() - p_behind * interval '1 s' - l.limit_ms * interval '1 ms'
+           AND NOT EXISTS (SELECT FROM awa.completions x
+                            WHERE x.slot = c.slot AND x.claim_id = c.claim_id AND m.idx::smallint = ANY (x.idx) OFFSET 0)
+           AND NOT EXISTS (SELECT FROM awa.attempt_ends e
+                            WHERE e.slot = c.slot AND e.entry_id = m.entry_id OFFSET 0)
+         ORDER BY c.claim_id, m.idx
+         LIMIT p_limit OFFSET p_skip;
+END $$;
 
 CREATE FUNCTION awa.page_end() RETURNS pg_snapshot
     LANGUAGE plpgsql
@@ -715,7 +1291,7 @@ BEGIN
     RETURN v_count;
 END $$;
 
-CREATE FUNCTION awa.prune_v1(p_slot smallint, p_entries bigint) RETURNS text
+CREATE FUNCTION awa.prune_v1(p_slot smallint, p_entries bigint, p_file oid) RETURNS text
     LANGUAGE plpgsql
     SET lock_timeout TO '10ms'
     AS $_$
@@ -736,7 +1312,7 @@ BEGIN
         EXECUTE format('LOCK TABLE ONLY awa.jobs_%1$s, ONLY awa.claims_%1$s, ONLY awa.completions_%1$s,'
                        ' ONLY awa.attempt_ends_%1$s IN SHARE ROW EXCLUSIVE MODE', p_slot);
         EXECUTE format('SELECT count(*) FROM awa.jobs_%s', p_slot) INTO v_found;
-        IF v_found <> p_entries THEN
+        IF v_found <> p_entries OR pg_relation_filenode(format('awa.jobs_%s', p_slot)::regclass) <> p_file THEN
             RETURN 'changed';
         END IF;
         EXECUTE format(
@@ -969,6 +1545,28 @@ BEGIN
     END IF;
 END $$;
 
+CREATE FUNCTION awa.summarize_v1(p_slot smallint, p_from bigint, p_ranges integer) RETURNS bigint
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog'
+    AS $$
+DECLARE
+    v_index regclass := format('awa.jobs_%s_id_idx', p_slot)::regclass;
+    v_end bigint := pg_relation_size(format('awa.jobs_%s', p_slot)::regclass) / current_setting('block_size')::bigint;
+    v_page bigint := p_from;
+BEGIN
+    IF p_from > v_end THEN
+        RETURN 0;
+    END IF;
+    IF p_slot = pg_sequence_last_value('awa.ring_seq') THEN
+        v_end := v_end - 1024;
+    END IF;
+    WHILE v_page + 32 <= v_end AND v_page < p_from + 32 * p_ranges LOOP
+        PERFORM brin_summarize_range(v_index, v_page);
+        v_page := v_page + 32;
+    END LOOP;
+    RETURN v_page;
+END $$;
+
 CREATE FUNCTION awa.unclaimed(p_queue text, p_limit integer, p_slot smallint DEFAULT NULL::smallint, p_lane smallint DEFAULT NULL::smallint) RETURNS TABLE(slot smallint, lane smallint, xid xid8, entry_id bigint)
     LANGUAGE plpgsql STABLE
     SET plan_cache_mode TO 'force_generic_plan'
@@ -1027,6 +1625,24 @@ BEGIN
     END LOOP;
 END $$;
 
+CREATE FUNCTION awa.unclaimed_entries() RETURNS TABLE(slot smallint, queue text, lane smallint, xid xid8, entry_id bigint, id bigint, place tid)
+    LANGUAGE sql STABLE
+    AS $$
+    WITH member AS MATERIALIZED (
+        SELECT c.slot, c.claim_id, m.entry_id, m.xid
+          FROM awa.claims c CROSS JOIN LATERAL unnest(c.entry_ids, c.xids) AS m(entry_id, xid)
+    ), loose AS MATERIALIZED (
+        SELECT e.slot, e.entry_id
+          FROM awa.attempt_ends e
+         WHERE NOT EXISTS (SELECT FROM member m
+                            WHERE m.slot = e.slot AND m.claim_id = e.claim_id AND m.entry_id = e.entry_id)
+    )
+    SELECT j.slot, j.queue, j.lane, j.xid, j.entry_id, j.id, j.ctid
+      FROM awa.jobs j
+     WHERE NOT EXISTS (SELECT FROM member m WHERE m.slot = j.slot AND m.entry_id = j.entry_id AND m.xid = j.xid)
+       AND NOT EXISTS (SELECT FROM loose l WHERE l.slot = j.slot AND l.entry_id = j.entry_id)
+$$;
+
 CREATE TABLE awa.attempt_ends (
     entry_id bigint NOT NULL,
     claim_id bigint,
@@ -1052,6 +1668,18 @@ CREATE TABLE awa.attempt_ends_0 (
     error json
 )
 WITH (autovacuum_enabled=off, toast.autovacuum_enabled=off);
+
+CREATE TABLE awa.cancel_requests (
+    entry_id bigint NOT NULL,
+    id bigint NOT NULL,
+    runtime bigint NOT NULL,
+    claim_id bigint NOT NULL,
+    idx smallint NOT NULL,
+    slot smallint NOT NULL,
+    requested_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
+    reason text
+)
+WITH (autovacuum_vacuum_scale_factor='0.01');
 
 CREATE SEQUENCE awa.claim_id_seq
     START WITH 1
@@ -1130,13 +1758,6 @@ CREATE TABLE awa.ended_jobs (
     history json
 );
 
-CREATE SEQUENCE awa.entry_id_seq
-    START WITH 1
-    INCREMENT BY 1
-    NO MINVALUE
-    NO MAXVALUE
-    CACHE 1;
-
 CREATE TABLE awa.frontiers (
     queue text NOT NULL COLLATE pg_catalog."C",
     claim_id bigint NOT NULL,
@@ -1147,39 +1768,6 @@ CREATE TABLE awa.gone_runtimes (
     runtime bigint NOT NULL,
     gone_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL
 );
-
-CREATE SEQUENCE awa.ring_seq
-    START WITH 0
-    INCREMENT BY 1
-    MINVALUE 0
-    MAXVALUE 7
-    CACHE 1;
-
-CREATE TABLE awa.jobs (
-    xid xid8 DEFAULT pg_current_xact_id() NOT NULL,
-    entry_id bigint DEFAULT nextval('awa.entry_id_seq'::regclass) NOT NULL,
-    id bigint DEFAULT currval('awa.entry_id_seq'::regclass) NOT NULL,
-    available_at timestamp with time zone DEFAULT now() NOT NULL,
-    created_at timestamp with time zone,
-    slot smallint DEFAULT (pg_sequence_last_value('awa.ring_seq'::regclass))::smallint NOT NULL,
-    lane smallint DEFAULT 5 NOT NULL,
-    priority smallint DEFAULT 2 NOT NULL,
-    attempt smallint DEFAULT 1 NOT NULL,
-    max_attempts smallint DEFAULT 25 NOT NULL,
-    timeout_ms integer,
-    queue text DEFAULT 'default'::text NOT NULL COLLATE pg_catalog."C",
-    kind text NOT NULL COLLATE pg_catalog."C",
-    args json DEFAULT '{}'::json NOT NULL,
-    metadata json,
-    tags text[] COLLATE pg_catalog."C",
-    concurrency_key text COLLATE pg_catalog."C",
-    ordering_key text COLLATE pg_catalog."C",
-    unique_key bytea,
-    expires_at timestamp with time zone,
-    follow_ups json,
-    history json
-)
-PARTITION BY LIST (slot);
 
 CREATE TABLE awa.jobs_0 (
     xid xid8 DEFAULT pg_current_xact_id() NOT NULL,
@@ -1216,6 +1804,14 @@ CREATE TABLE awa.leases (
 )
 WITH (fillfactor='50');
 
+CREATE TABLE awa.origin (
+    is_only boolean DEFAULT true NOT NULL,
+    system_identifier bigint NOT NULL,
+    database_oid oid NOT NULL,
+    recorded_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
+    CONSTRAINT origin_is_only_check CHECK (is_only)
+);
+
 CREATE TABLE awa.ring (
     slot smallint NOT NULL,
     opened_at timestamp with time zone,
@@ -1236,6 +1832,8 @@ CREATE TABLE awa.runtime_instances (
     newest_claim bigint DEFAULT 0 NOT NULL,
     open_claims bigint[] DEFAULT '{}'::bigint[] NOT NULL,
     ended_at timestamp with time zone,
+    timeout_ms integer,
+    kind_timeouts json,
     CONSTRAINT runtime_instances_newest_claim_check CHECK ((newest_claim >= 0))
 )
 WITH (fillfactor='50');
@@ -1297,6 +1895,9 @@ ALTER TABLE ONLY awa.attempt_ends
 ALTER TABLE ONLY awa.attempt_ends_0
     ADD CONSTRAINT attempt_ends_0_pkey PRIMARY KEY (slot, entry_id);
 
+ALTER TABLE ONLY awa.cancel_requests
+    ADD CONSTRAINT cancel_requests_pkey PRIMARY KEY (entry_id);
+
 ALTER TABLE ONLY awa.completions
     ADD CONSTRAINT completions_pkey PRIMARY KEY (slot, claim_id, flush);
 
@@ -1314,6 +1915,9 @@ ALTER TABLE ONLY awa.gone_runtimes
 
 ALTER TABLE ONLY awa.leases
     ADD CONSTRAINT leases_pkey PRIMARY KEY (name);
+
+ALTER TABLE ONLY awa.origin
+    ADD CONSTRAINT origin_pkey PRIMARY KEY (is_only);
 
 ALTER TABLE ONLY awa.ring
     ADD CONSTRAINT ring_pkey PRIMARY KEY (slot);
@@ -1338,6 +1942,8 @@ CREATE INDEX attempt_ends_unclaimed ON ONLY awa.attempt_ends USING btree (slot) 
 
 CREATE INDEX attempt_ends_0_slot_idx ON awa.attempt_ends_0 USING btree (slot) WHERE (claim_id IS NULL);
 
+CREATE INDEX cancel_requests_runtime ON awa.cancel_requests USING btree (runtime);
+
 CREATE INDEX claims_queue ON ONLY awa.claims USING btree (queue, claim_id);
 
 CREATE INDEX claims_0_queue_claim_id_idx ON awa.claims_0 USING btree (queue, claim_id);
@@ -1349,6 +1955,8 @@ CREATE INDEX claims_0_runtime_claim_id_idx ON awa.claims_0 USING btree (runtime,
 CREATE INDEX ended_jobs_dead ON awa.ended_jobs USING btree (ended_at) WHERE (dead_reason IS NOT NULL);
 
 CREATE INDEX ended_jobs_ended ON awa.ended_jobs USING btree (ended_at) WHERE (dead_reason IS NULL);
+
+CREATE INDEX ended_jobs_state ON awa.ended_jobs USING btree (queue, state, ended_at, id);
 
 CREATE INDEX jobs_id ON ONLY awa.jobs USING brin (id) WITH (pages_per_range='32');
 
@@ -1363,6 +1971,8 @@ CREATE INDEX runtime_instances_living ON awa.runtime_instances USING btree (id) 
 CREATE INDEX waiting_jobs_due ON awa.waiting_jobs USING btree (run_at) WHERE (waits_for = 'time'::text);
 
 CREATE INDEX waiting_jobs_kind ON awa.waiting_jobs USING btree (queue, wait_key, priority, seq) WHERE (waits_for = 'kind'::text);
+
+CREATE INDEX waiting_jobs_state ON awa.waiting_jobs USING btree (queue, state, id);
 
 ALTER INDEX awa.attempt_ends_claim ATTACH PARTITION awa.attempt_ends_0_claim_id_idx;
 
