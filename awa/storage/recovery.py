@@ -127,6 +127,12 @@ TRY_RUNTIME_LOCK = "SELECT pg_try_advisory_xact_lock(hashtextextended('awa.runti
 
 IS_GONE = "SELECT FROM awa.gone_runtimes WHERE runtime = %(runtime)s"
 
+# Not set, which could take it back, but drawn, so that whoever claims just now gets another number.
+PASS_NUMBERS = """
+    SELECT count(nextval('awa.claim_id_seq'))
+      FROM generate_series(1, %(newest)s - coalesce(pg_sequence_last_value('awa.claim_id_seq'), 0))
+"""
+
 RELEASE = """
     SELECT awa.end_attempts(%(runtime)s, NULL, %(claims)s::bigint[], %(slots)s::smallint[], %(nonces)s::integer[],
                             %(idx)s::smallint[], array_fill('released'::text, ARRAY[%(n)s::integer]),
@@ -143,6 +149,9 @@ def release_unknown_claims(
 
     Takes the runtime's lock exclusively first: it is had only when the transaction whose reply was lost has ended.
 
+    A crash of the server can forget a claim that was answered, with its number: then numbers come again that are not
+    above *newest*. They are passed over, since whoever rescues, or looks here the next time, takes them for known.
+
     Args:
         only: Of these claims; None for all, when no answer can be on its way.
 
@@ -158,6 +167,7 @@ def release_unknown_claims(
             return None
         if cursor.execute(schema.sql(IS_GONE), {"runtime": runtime}).fetchone() is not None:
             raise RuntimeGone(f"runtime {runtime} was silent for too long and was taken for dead", runtime=runtime)
+        cursor.execute(schema.sql(PASS_NUMBERS), {"newest": newest})
         asked = {"runtime": runtime, "newest": newest, "only": None if only is None else list(only)}
         found = cursor.execute(schema.sql(UNKNOWN_CLAIMS), asked).fetchall()
         members = [(claim_id, slot, nonce, idx) for claim_id, slot, nonce, size in found for idx in range(1, size + 1)]

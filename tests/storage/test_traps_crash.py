@@ -12,6 +12,7 @@ import psycopg
 import pytest
 
 from awa.embedded import Binaries, Server
+from awa.storage import recovery, runtimes
 from awa.storage.migrate import migrate
 from tests.fixtures.db import short_directory
 from tests.storage.engine import (
@@ -21,8 +22,11 @@ from tests.storage.engine import (
     Outcome,
     claim,
     complete,
+    fall_silent,
+    fence,
     insert,
     register,
+    rescue,
     scalar,
     settle,
     state,
@@ -116,6 +120,30 @@ def test_another_worker_that_draws_the_number_is_not_mixed_up_with_the_first(
         assert settle(conn, forgotten.runtime, [forgotten]) == [forgotten.place]
         assert settle(conn, again.runtime, [forgotten]) == [forgotten.place]
         assert settle(conn, again.runtime, [again]) == []
+
+
+@pytest.mark.parametrize("ends", ["released", "rescued"])
+def test_numbers_that_a_crash_forgot_are_not_drawn_again_by_whoever_knows_them(
+    crashing: Server, forgotten: Member, ends: str
+) -> None:
+    """Guard: after a lost connection a worker passes over the numbers it has received, before it claims again.
+
+    Without it the next claim has a number that counts as known, so what it took is neither released by its own worker,
+    when that claim is answered to nobody, nor rescued, when the worker dies before it lists it: tried.
+    """
+    runtime, newest = forgotten.runtime, forgotten.claim_id
+    with connected(crashing) as conn:
+        assert recovery.release_unknown_claims(conn, AWA, runtime, newest=newest) == 0
+        assert runtimes.heartbeat(conn, AWA, runtime, newest_claim=newest, open_claims=[])
+        [again] = claim(conn, runtime).members
+        if ends == "released":
+            assert recovery.release_unknown_claims(conn, AWA, runtime, newest=newest) == 1
+        else:
+            fall_silent(conn, runtime)
+            assert fence(conn, runtime)
+            assert rescue(conn, runtime) == (1, 1, 0)
+        assert again.claim_id > newest
+        assert state(conn, again.id) == "available"
 
 
 @every_isolation
