@@ -732,10 +732,10 @@ def test_no_segment_is_emptied_while_a_job_is_looked_for(conn: Conn, other: Conn
     canceller = Background(lambda: cancel(conn, job))
     wait_for_lock(other, conn)
     assert scalar(other, "SELECT awa.carry_v1(0::smallint, 'q', 10)") == 1
-    assert scalar(other, "SELECT awa.prune_v1(0::smallint, 1)") == "busy"
+    assert scalar(other, "SELECT awa.prune_v1(0::smallint, 1, pg_relation_filenode('awa.jobs_0'))") == "busy"
     pause.go_on()
     assert canceller.result() == DONE
-    assert scalar(other, "SELECT awa.prune_v1(0::smallint, 1)") == "pruned"
+    assert scalar(other, "SELECT awa.prune_v1(0::smallint, 1, pg_relation_filenode('awa.jobs_0'))") == "pruned"
     assert (state(conn, job), places(conn, job)) == ("cancelled", {"ended": 1})
 
 
