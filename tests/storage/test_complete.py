@@ -74,7 +74,7 @@ def test_the_attempt_is_open_again_when_the_transaction_rolls_back(
 
 @every_isolation
 def test_a_second_completion_is_refused(conn: Conn, other: Conn, member: Member, isolation: str) -> None:
-    """Guard: the unique key of attempt_ends, by a plain INSERT."""
+    """Guard: the unique key of attempt_ends, by a plain INSERT; with ON CONFLICT it is not told so: tried."""
     complete(conn, member)
     with transaction(other, isolation), pytest.raises(psycopg.errors.UniqueViolation) as caught:
         complete(other, member)
@@ -141,7 +141,10 @@ def test_a_fenced_runtime_completes_what_was_not_taken_back(
 
 @every_isolation
 def test_an_attempt_of_a_forgotten_claim_is_refused(conn: Conn, other: Conn, member: Member, isolation: str) -> None:
-    """Guard: the nonce; the entry of a forgotten claim is claimed again under the same id."""
+    """Guard: the nonce; the entry of a forgotten claim is claimed again under the same id.
+
+    Without it the old attempt completes the new one: tried, also after a real crash.
+    """
     conn.execute("DELETE FROM awa.claims")
     conn.execute("SELECT setval('awa.claim_id_seq', %s, false)", (member.claim_id,))
     [successor] = claim(conn, member.runtime).members
@@ -209,7 +212,7 @@ def test_serializable_handlers_that_share_nothing_all_complete(conn: Conn, other
 
 
 def test_no_advisory_lock_and_no_other_segment_is_locked(conn: Conn, other: Conn) -> None:
-    """Guard: complete_v1 names its partition; a plan over all of them holds them all until the caller commits."""
+    """Guard: complete_v1 names its partition; a plan over all holds them all until the caller commits: tried."""
     runtime = register(conn)
     conn.execute("SELECT setval('awa.ring_seq', 5)")
     insert(conn, *range(10))

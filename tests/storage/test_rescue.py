@@ -130,7 +130,7 @@ def test_a_claim_of_a_runtime_is_not_overtaken_by_its_fence(conn: Conn, other: C
 
 
 def test_claims_above_the_newest_that_the_heartbeat_knew_are_found(conn: Conn) -> None:
-    """Guard: claims made since the last heartbeat are in no list."""
+    """Guard: every claim above the newest that the heartbeat knew; those made since are in no list, and lost: tried."""
     runtime = register(conn)
     ids = insert(conn, 1, 2, 3)
     first = claim(conn, runtime, limit=1)
@@ -144,7 +144,7 @@ def test_claims_above_the_newest_that_the_heartbeat_knew_are_found(conn: Conn) -
 
 
 def test_older_claims_that_the_heartbeat_listed_are_found(conn: Conn) -> None:
-    """Guard: open_claims."""
+    """Guard: open_claims, the list of the last heartbeat; without it their attempts are lost: tried."""
     runtime = register(conn)
     ids = insert(conn, *range(4))
     claims = [claim(conn, runtime, limit=1) for _ in range(4)]
@@ -168,7 +168,7 @@ def test_claims_that_are_closed_are_not_even_looked_at(conn: Conn) -> None:
 
 
 def test_members_that_ended_in_any_way_are_left_alone(conn: Conn) -> None:
-    """Guard: rescue reads completions and ends of the members."""
+    """Guard: rescue reads completions and ends of the members; else it finds what has ended: tried."""
     runtime = register(conn)
     ids = insert(conn, *range(5))
     members = claim(conn, runtime).members

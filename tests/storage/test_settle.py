@@ -138,7 +138,10 @@ def test_history_keeps_the_last_twenty_attempts_and_three_tracebacks(conn: Conn)
 
 
 def test_a_claim_that_a_crash_forgot_is_not_taken_for_its_successor(conn: Conn, other: Conn) -> None:
-    """Guard: the nonce; the number of a forgotten claim is handed out again, to the same runtime even."""
+    """Guard: the nonce; the number of a forgotten claim is handed out again, to the same runtime even.
+
+    Without it, for either kind of outcome, the old attempt ends the new one: tried, also after a real crash.
+    """
     runtime = register(conn)
     [job] = insert(conn, 1)
     [forgotten] = claim(conn, runtime).members
@@ -192,7 +195,7 @@ def test_positions_outside_the_claim_are_stale(conn: Conn, idx: int) -> None:
 
 
 def test_members_that_ended_otherwise_are_left_out_and_reported(conn: Conn) -> None:
-    """Guard: a claim with any end is looked at member by member."""
+    """Guard: a claim with any end is looked at member by member; else what was cancelled completes too: tried."""
     runtime = register(conn)
     ids = insert(conn, 1, 2, 3)
     members = claim(conn, runtime).members
@@ -203,7 +206,7 @@ def test_members_that_ended_otherwise_are_left_out_and_reported(conn: Conn) -> N
 
 
 def test_a_completed_attempt_cannot_end_otherwise(conn: Conn) -> None:
-    """Guard: end_attempts reads the completions of the claim."""
+    """Guard: end_attempts reads the completions of the claim; else a completed job runs again: tried."""
     runtime = register(conn)
     [job] = insert(conn, 1)
     members = claim(conn, runtime).members
@@ -321,19 +324,23 @@ def test_a_flush_that_arrives_while_its_first_sending_is_in_progress_waits_for_i
 
 
 @pytest.mark.parametrize("isolation", ["REPEATABLE READ", "SERIALIZABLE"])
-def test_a_settle_under_an_old_snapshot_is_refused(conn: Conn, isolation: str) -> None:
-    """Guard: AWA02; an older snapshot would not see the fence."""
+def test_a_settle_under_an_old_snapshot_is_refused(conn: Conn, other: Conn, isolation: str) -> None:
+    """Guard: AWA02; an older snapshot does not see the fence, and a late outcome is recorded: tried."""
     runtime = register(conn)
-    insert(conn, 1)
+    [job] = insert(conn, 1)
     members = claim(conn, runtime).members
-    with transaction(conn, isolation), pytest.raises(psycopg.Error) as caught:
-        settle(conn, runtime, members)
+    fall_silent(conn, runtime)
+    with transaction(conn, isolation):
+        scalar(conn, COMPLETED)
+        assert fence(other, runtime) is True
+        with pytest.raises(psycopg.Error) as caught:
+            settle(conn, runtime, members)
     assert caught.value.sqlstate == "AWA02"
-    assert settle(conn, runtime, members) == []
+    assert state(conn, job) == "running"
 
 
 def test_a_settle_while_the_runtime_is_looked_at_writes_nothing(conn: Conn, other: Conn) -> None:
-    """Guard: the runtime's lock, shared and only tried."""
+    """Guard: the runtime's lock, shared and only tried; without it the settle goes on meanwhile: tried."""
     runtime = register(conn)
     insert(conn, 1)
     members = claim(conn, runtime).members
@@ -347,7 +354,10 @@ def test_a_settle_while_the_runtime_is_looked_at_writes_nothing(conn: Conn, othe
 
 
 def test_a_fence_does_not_overtake_a_settle_in_progress(conn: Conn, other: Conn) -> None:
-    """Guard: the runtime's lock, held to the commit; the fence is refused and not made to wait."""
+    """Guard: the runtime's lock, held to the commit; the fence is refused and not made to wait.
+
+    Without the lock the fence stands while the outcomes are not yet visible to the rescuer: tried.
+    """
     runtime = register(conn)
     [job] = insert(conn, 1)
     members = claim(conn, runtime).members
@@ -362,7 +372,10 @@ def test_a_fence_does_not_overtake_a_settle_in_progress(conn: Conn, other: Conn)
 
 
 def test_a_late_settle_is_rejected_after_the_fence(conn: Conn, other: Conn) -> None:
-    """Guard: AWA01; while the fence is not committed the lock refuses, and from the commit on the fence itself."""
+    """Guard: AWA01; while the fence is not committed the lock refuses, and from the commit on the fence itself.
+
+    Without either of the two a late outcome is recorded: both tried.
+    """
     runtime = register(conn)
     [job] = insert(conn, 1)
     members = claim(conn, runtime).members
@@ -382,7 +395,7 @@ def test_a_late_settle_is_rejected_after_the_fence(conn: Conn, other: Conn) -> N
 
 
 def test_two_settles_of_one_runtime_do_not_wait_for_each_other(conn: Conn, other: Conn) -> None:
-    """Guard: the runtime's lock is shared."""
+    """Guard: the runtime's lock is shared; an exclusive one refuses the second: tried."""
     runtime = register(conn)
     insert(conn, 1, 2)
     first, second = claim(conn, runtime).members
