@@ -49,7 +49,7 @@ FETCH_PAUSE = 5.0
 HELD_PAUSE = 0.05
 """Seconds between claims from a queue that another has held for seconds."""
 
-SURVIVES_AFTER = 2.0
+SURVIVES_AFTER = 1.0
 """Seconds that a job which may have killed its last process runs before this one claims anything beside it."""
 
 RETRY_PAUSE = 0.1
