@@ -1,7 +1,7 @@
 -- Claiming: a job whose last attempt was rescued comes alone; what ended in other slots costs nothing, and open
--- transactions cost less.
+-- transactions cost less; long kinds and details count as bodies do.
 --
--- Replaces two functions, in place: workers of before get smaller batches, and pass over the flag. Adds an index, which
+-- Replaces three functions, in place: workers of before get smaller batches, and pass over the flag. Adds an index, which
 -- holds off the recording of failures while it is built. Works with awa 0.1 and later.
 --
 -- It may have killed its worker, and would take its neighbours along again. So a batch ends before such a job, and the
@@ -26,6 +26,50 @@ BEGIN
                                  WHERE t.slot = e.slot AND t.entry_id = e.entry_id OFFSET 0));
 END $$;
 
+-- Before PostgreSQL 18 a scan of an index that is bounded by (xid, entry_id) < (x, -1) does not stop at the first entry of
+-- x: a row comparison ends a scan by its first column only. It went through the leaves of all that x had written, 5,000 of
+-- them for a million uncommitted jobs, at every claim that came that far. Bounded by (x - 1, the greatest entry) it stops.
+CREATE FUNCTION awa.xid_before(p_xid xid8) RETURNS xid8 LANGUAGE sql IMMUTABLE AS $$
+    SELECT (p_xid::text::bigint - 1)::text::xid8
+$$;
+
+-- As before; the parts between open transactions end with the last entry of the transaction before.
+CREATE OR REPLACE FUNCTION awa.page_ranges(p_from pg_snapshot, p_to pg_snapshot, p_xid xid8, p_entry bigint,
+                                OUT lo_xid xid8[], OUT lo_entry bigint[], OUT hi_xid xid8[], OUT hi_entry bigint[])
+LANGUAGE plpgsql IMMUTABLE AS $$
+#variable_conflict use_column
+BEGIN
+    WITH cuts AS (
+        SELECT x
+          FROM pg_snapshot_xip(p_to) x
+         WHERE x >= pg_snapshot_xmax(p_from)
+         ORDER BY x
+         LIMIT 4
+    ), gaps AS (
+        SELECT x AS lo_xid, entry AS lo_entry,
+               awa.xid_before(lead(x, 1, pg_snapshot_xmax(p_to)) OVER (ORDER BY x, entry)) AS hi_xid
+          FROM (SELECT pg_snapshot_xmax(p_from), -1::bigint
+                UNION ALL
+                SELECT x, 9223372036854775807 FROM cuts) t(x, entry)
+    ), ranges AS (
+        SELECT x AS lo_xid, -1::bigint AS lo_entry, x AS hi_xid, 9223372036854775807 AS hi_entry
+          FROM pg_snapshot_xip(p_from) x
+         WHERE pg_visible_in_snapshot(x, p_to)
+        UNION ALL
+        SELECT g.lo_xid, g.lo_entry, g.hi_xid, 9223372036854775807 FROM gaps g
+    ), clipped AS (
+        SELECT CASE WHEN (r.lo_xid, r.lo_entry) < (p_xid, p_entry) THEN p_xid ELSE r.lo_xid END AS lo_xid,
+               CASE WHEN (r.lo_xid, r.lo_entry) < (p_xid, p_entry) THEN p_entry ELSE r.lo_entry END AS lo_entry,
+               r.hi_xid, r.hi_entry
+          FROM ranges r
+         WHERE (r.hi_xid, r.hi_entry) > (p_xid, p_entry) AND (r.lo_xid, r.lo_entry) < (r.hi_xid, r.hi_entry)
+    )
+    SELECT coalesce(array_agg(c.lo_xid), '{}'), coalesce(array_agg(c.lo_entry), '{}'),
+           coalesce(array_agg(c.hi_xid), '{}'), coalesce(array_agg(c.hi_entry), '{}')
+      INTO lo_xid, lo_entry, hi_xid, hi_entry
+      FROM (SELECT * FROM clipped ORDER BY lo_xid, lo_entry) c;
+END $$;
+
 -- Start attempts on up to p_limit available entries of a queue. In a transaction of its own; it commits
 -- asynchronously, since a claim that a crash forgets is merely claimed again.
 --
@@ -39,8 +83,8 @@ END $$;
 --   8 the one job of this claim comes alone: its last attempt was rescued, so it may have killed its worker.
 -- attempts, max_attempts and entry_ids are NULL where they are all 1, all 25, the same as ids. The bodies lie in
 -- args one behind the other, as long as lens says; a NULL length: fetch it with awa.fetch_args_v1 after the commit.
--- At most 128 KiB of bodies are returned: they fit the socket's buffer, so the server never waits for a frozen
--- client while it holds the lock.
+-- At most 128 KiB of bodies, kinds and details are returned: they fit the socket's buffer, so the server never waits
+-- for a frozen client while it holds the lock. Only what is claimed directly, or alone, may have longer details.
 CREATE OR REPLACE FUNCTION awa.claim_v1(p_queue text, p_runtime bigint, p_kinds text[], p_limit integer, p_bell boolean DEFAULT false)
 RETURNS TABLE (flags integer, claim_id bigint, slot smallint, nonce integer, priority smallint, ids bigint[],
                entry_ids bigint[], attempts smallint[], max_attempts smallint[], kinds text[], lens integer[],
@@ -161,7 +205,8 @@ BEGIN
                        AND pg_snapshot_xmin(f.page_from) = pg_snapshot_xmax(f.page_from) THEN
                         w_lane := w_lane || v_lane; w_from := w_from || f.page_from; w_to := w_to || f.page_to;
                         w_lo_xid := w_lo_xid || f.last_xid; w_lo_entry := w_lo_entry || f.last_entry;
-                        w_hi_xid := w_hi_xid || pg_snapshot_xmax(f.page_to); w_hi_entry := w_hi_entry || -1::bigint;
+                        w_hi_xid := w_hi_xid || awa.xid_before(pg_snapshot_xmax(f.page_to));
+                        w_hi_entry := w_hi_entry || 9223372036854775807;
                     ELSE
                         r := awa.page_ranges(f.page_from, f.page_to, f.last_xid, f.last_entry);
                         w_lane := w_lane || array_fill(v_lane, ARRAY[cardinality(r.lo_xid)]);
@@ -176,7 +221,8 @@ BEGIN
                    AND pg_snapshot_xmin(f.page_from) = pg_snapshot_xmax(f.page_from) THEN
                     w_lane := w_lane || v_lane; w_from := w_from || f.page_from; w_to := w_to || v_now;
                     w_lo_xid := w_lo_xid || pg_snapshot_xmax(f.page_from); w_lo_entry := w_lo_entry || -1::bigint;
-                    w_hi_xid := w_hi_xid || pg_snapshot_xmax(v_now); w_hi_entry := w_hi_entry || -1::bigint;
+                    w_hi_xid := w_hi_xid || awa.xid_before(pg_snapshot_xmax(v_now));
+                    w_hi_entry := w_hi_entry || 9223372036854775807;
                 ELSE
                     -- most lanes were last looked at together: the parts of their pages are the same
                     IF v_parts_from IS DISTINCT FROM f.page_from::text THEN
@@ -200,7 +246,8 @@ BEGIN
             -- outer side is the function scan, stopped by the limit. tests/storage/test_plans.py looks.
             WITH sized AS MATERIALIZED (
                 SELECT w.n, j.*, row_number() OVER () AS ord,
-                       sum(octet_length(j.args)) OVER (ROWS UNBOUNDED PRECEDING) AS bytes,
+                       sum(octet_length(j.args) + octet_length(j.kind) + coalesce(octet_length(j.details), 0))
+                           OVER (ROWS UNBOUNDED PRECEDING) AS bytes,
                        count(*) FILTER (WHERE j.rescued) OVER (ROWS UNBOUNDED PRECEDING) AS suspects
                   FROM (SELECT w.n, e.*
                           FROM unnest(w_lane, w_to, w_lo_xid, w_lo_entry, w_hi_xid, w_hi_entry) WITH ORDINALITY

@@ -361,7 +361,8 @@ BEGIN
                        AND pg_snapshot_xmin(f.page_from) = pg_snapshot_xmax(f.page_from) THEN
                         w_lane := w_lane || v_lane; w_from := w_from || f.page_from; w_to := w_to || f.page_to;
                         w_lo_xid := w_lo_xid || f.last_xid; w_lo_entry := w_lo_entry || f.last_entry;
-                        w_hi_xid := w_hi_xid || pg_snapshot_xmax(f.page_to); w_hi_entry := w_hi_entry || -1::bigint;
+                        w_hi_xid := w_hi_xid || awa.xid_before(pg_snapshot_xmax(f.page_to));
+                        w_hi_entry := w_hi_entry || 9223372036854775807;
                     ELSE
                         r := awa.page_ranges(f.page_from, f.page_to, f.last_xid, f.last_entry);
                         w_lane := w_lane || array_fill(v_lane, ARRAY[cardinality(r.lo_xid)]);
@@ -376,7 +377,8 @@ BEGIN
                    AND pg_snapshot_xmin(f.page_from) = pg_snapshot_xmax(f.page_from) THEN
                     w_lane := w_lane || v_lane; w_from := w_from || f.page_from; w_to := w_to || v_now;
                     w_lo_xid := w_lo_xid || pg_snapshot_xmax(f.page_from); w_lo_entry := w_lo_entry || -1::bigint;
-                    w_hi_xid := w_hi_xid || pg_snapshot_xmax(v_now); w_hi_entry := w_hi_entry || -1::bigint;
+                    w_hi_xid := w_hi_xid || awa.xid_before(pg_snapshot_xmax(v_now));
+                    w_hi_entry := w_hi_entry || 9223372036854775807;
                 ELSE
                     -- most lanes were last looked at together: the parts of their pages are the same
                     IF v_parts_from IS DISTINCT FROM f.page_from::text THEN
@@ -400,7 +402,8 @@ BEGIN
             -- outer side is the function scan, stopped by the limit. tests/storage/test_plans.py looks.
             WITH sized AS MATERIALIZED (
                 SELECT w.n, j.*, row_number() OVER () AS ord,
-                       sum(octet_length(j.args)) OVER (ROWS UNBOUNDED PRECEDING) AS bytes,
+                       sum(octet_length(j.args) + octet_length(j.kind) + coalesce(octet_length(j.details), 0))
+                           OVER (ROWS UNBOUNDED PRECEDING) AS bytes,
                        count(*) FILTER (WHERE j.rescued) OVER (ROWS UNBOUNDED PRECEDING) AS suspects
                   FROM (SELECT w.n, e.*
                           FROM unnest(w_lane, w_to, w_lo_xid, w_lo_entry, w_hi_xid, w_hi_entry) WITH ORDINALITY
@@ -1233,7 +1236,8 @@ BEGIN
          ORDER BY x
          LIMIT 4
     ), gaps AS (
-        SELECT x AS lo_xid, entry AS lo_entry, lead(x, 1, pg_snapshot_xmax(p_to)) OVER (ORDER BY x, entry) AS hi_xid
+        SELECT x AS lo_xid, entry AS lo_entry,
+               awa.xid_before(lead(x, 1, pg_snapshot_xmax(p_to)) OVER (ORDER BY x, entry)) AS hi_xid
           FROM (SELECT pg_snapshot_xmax(p_from), -1::bigint
                 UNION ALL
                 SELECT x, 9223372036854775807 FROM cuts) t(x, entry)
@@ -1242,7 +1246,7 @@ BEGIN
           FROM pg_snapshot_xip(p_from) x
          WHERE pg_visible_in_snapshot(x, p_to)
         UNION ALL
-        SELECT g.lo_xid, g.lo_entry, g.hi_xid, -1 FROM gaps g
+        SELECT g.lo_xid, g.lo_entry, g.hi_xid, 9223372036854775807 FROM gaps g
     ), clipped AS (
         SELECT CASE WHEN (r.lo_xid, r.lo_entry) < (p_xid, p_entry) THEN p_xid ELSE r.lo_xid END AS lo_xid,
                CASE WHEN (r.lo_xid, r.lo_entry) < (p_xid, p_entry) THEN p_entry ELSE r.lo_entry END AS lo_entry,
@@ -1641,6 +1645,12 @@ CREATE FUNCTION awa.unclaimed_entries() RETURNS TABLE(slot smallint, queue text,
       FROM awa.jobs j
      WHERE NOT EXISTS (SELECT FROM member m WHERE m.slot = j.slot AND m.entry_id = j.entry_id AND m.xid = j.xid)
        AND NOT EXISTS (SELECT FROM loose l WHERE l.slot = j.slot AND l.entry_id = j.entry_id)
+$$;
+
+CREATE FUNCTION awa.xid_before(p_xid xid8) RETURNS xid8
+    LANGUAGE sql IMMUTABLE
+    AS $$
+    SELECT (p_xid::text::bigint - 1)::text::xid8
 $$;
 
 CREATE TABLE awa.attempt_ends (

@@ -676,3 +676,17 @@ def test_what_a_claim_returns_of_tags_metadata_and_attempts(conn: Conn) -> None:
     assert details[0] is None
     assert details[1] == '{"tags" : ["a","b"], "metadata" : {"m": 1}, "timeout_ms" : 500}'
     assert (max_attempts, attempts, entry_ids) == ([25, 3], None, None)
+
+
+def test_long_details_and_kinds_count_like_bodies(conn: Conn) -> None:
+    """A thousand jobs with a kilobyte of metadata each do not fit a socket's buffer: the server would wait for a frozen
+    client while it holds the queue. Counting args alone, one claim brings all of them: tried."""
+    runtime = register(conn)
+    conn.execute(
+        "INSERT INTO awa.jobs (queue, kind, args, metadata)"
+        " SELECT 'q', repeat('k', 150), json_build_object('n', n), json_build_object('m', repeat('x', 1000))"
+        "   FROM generate_series(1, 300) n"
+    )
+    first = claim(conn, runtime, limit=300)
+    assert 50 < len(first.members) < 131072 // 1150
+    assert first.numbers + claim_in_steps(conn, runtime, limit=300) == list(range(1, 301))

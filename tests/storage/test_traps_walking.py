@@ -157,6 +157,7 @@ def test_a_million_uncommitted_jobs_at_the_head_are_not_read(conn: Conn, other: 
     """Guard: the walk goes in the gaps between the open transactions.
 
     With visibility as a filter alone, each poll touches every block of theirs, 16,400 instead of some hundreds: tried.
+    With gaps that end at (x, -1), a claim in front of them touches 5,120 before PostgreSQL 18: tried.
     """
     runtime = register(conn)
     insert(conn, 1)
@@ -166,8 +167,7 @@ def test_a_million_uncommitted_jobs_at_the_head_are_not_read(conn: Conn, other: 
         insert(conn, 2, 3)
         for expected in ([2], [3], [], []):
             assert reads.claim(runtime, limit=1).numbers == expected
-            # before PostgreSQL 18 a walk that ends in front of them goes through their part of the index, not to rows
-            reads.check(rows=20, blocks=8 * BLOCKS if expected == [2] else BLOCKS)
+            reads.check(rows=20, blocks=BLOCKS)
         other.execute("ROLLBACK")
     assert claim(conn, runtime).numbers == []
 
