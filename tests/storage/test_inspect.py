@@ -256,6 +256,20 @@ def test_a_job_completed_long_ago_is_found_with_its_times_and_attempt(conn: Conn
     )
 
 
+def test_a_job_with_the_numbers_of_another_cluster_is_in_the_state_that_its_rows_say(conn: Conn, admin: Admin) -> None:
+    """Guard: the frontier of this cluster's numbers says nothing of an entry whose number is still to come."""
+    runtime = register(conn)
+    ids = insert(conn, *range(4))
+    members = claim(conn, runtime, limit=3).members
+    settle(conn, runtime, members[:2])
+    conn.execute("UPDATE awa.jobs SET xid = (xid::text::bigint + 5000)::text::xid8")
+    conn.execute("UPDATE awa.claims SET xids = ARRAY(SELECT (x::text::bigint + 5000)::text::xid8 FROM unnest(xids) x)")
+    conn.execute("INSERT INTO awa.frontiers (queue, claim_id, frontier) VALUES ('q', 4711, '{}')")
+    assert [find(conn, id_).state for id_ in ids] == ["completed", "completed", "running", "available"]
+    assert listed(admin, JobState.COMPLETED) == ids[1::-1]
+    assert listed(admin, JobState.RUNNING) == [ids[2]]
+
+
 def test_what_is_not_committed_is_not_seen(conn: Conn, other: Conn) -> None:
     runtime = register(conn)
     with transaction(other):
