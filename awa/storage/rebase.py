@@ -2,7 +2,8 @@
 
 For a schema that came by a logical way (dump and restore, replication), or whose frontiers are wrong for any reason.
 Every open attempt is taken back, every unclaimed entry is appended again, and each queue's frontier begins anew before
-what was appended. The old numbers stay in rows that have ended, where nobody compares them.
+what was appended. The old numbers stay in rows that have ended, unless this server has yet to come to them: a claim
+would take these entries for new when it does.
 
 It is one transaction. Nothing of it is seen before all of it is: a crash in the middle leaves the storage as it was,
 and it is simply begun again. Batches would need a frontier that is true of each half-way state, and that is just what
@@ -249,6 +250,26 @@ CARRY = """
       FROM entry e
 """
 
+# All that was claimed has ended by now. What of it a claim would still come to gets the oldest number of all.
+SINK = """
+    WITH ahead AS MATERIALIZED (
+        SELECT c.slot, c.queue, c.lane, m.xid, m.entry_id
+          FROM awa.claims c CROSS JOIN LATERAL unnest(c.xids, c.entry_ids) AS m(xid, entry_id)
+         WHERE c.queue = ANY (%(queues)s) AND NOT pg_visible_in_snapshot(m.xid, %(seen)s::pg_snapshot)
+    ), sunk AS (
+        UPDATE awa.claims c
+           SET xids = ARRAY(SELECT CASE WHEN pg_visible_in_snapshot(u.xid, %(seen)s::pg_snapshot) THEN u.xid
+                                        ELSE '3' END
+                              FROM unnest(c.xids) WITH ORDINALITY AS u(xid, n) ORDER BY u.n)
+         WHERE c.queue = ANY (%(queues)s)
+           AND EXISTS (SELECT FROM unnest(c.xids) x WHERE NOT pg_visible_in_snapshot(x, %(seen)s::pg_snapshot))
+    )
+    UPDATE awa.jobs j
+       SET xid = '3'
+      FROM ahead a
+     WHERE j.slot = a.slot AND j.queue = a.queue AND j.lane = a.lane AND j.xid = a.xid AND j.entry_id = a.entry_id
+"""
+
 BEGIN_ANEW = """
     INSERT INTO awa.frontiers AS t (queue, claim_id, frontier)
     SELECT q.queue, nextval('awa.claim_id_seq'),
@@ -299,6 +320,7 @@ class _Rebase:
         self._conn.execute(PLAN_BY_HASH)
         renumbered = self._one(PART_TWINS, queues=queues) if self._one(HAS_TWINS, queues=queues) else 0
         carried = self._carry(queues)
+        self._execute(SINK, seen=seen, queues=queues)
         self._execute(BEGIN_ANEW, seen=seen, queues=queues)
         self._execute(FINISH, runtimes=fenced)
         record_origin(self._conn, self._schema)

@@ -35,7 +35,7 @@ from tests.storage.engine import (
 )
 
 SHIFTED = """
-    CREATE FUNCTION shifted(p_snapshot pg_snapshot, p_by bigint) RETURNS pg_snapshot LANGUAGE sql AS $$
+    CREATE FUNCTION shifted(p_snapshot pg_snapshot, p_by bigint) RETURNS pg_snapshot LANGUAGE sql STRICT AS $$
         SELECT format('%s:%s:%s', pg_snapshot_xmin(p_snapshot)::text::bigint + p_by,
                       pg_snapshot_xmax(p_snapshot)::text::bigint + p_by,
                       (SELECT string_agg((x::text::bigint + p_by)::text, ',' ORDER BY x)
@@ -431,3 +431,27 @@ def test_the_command_asks_first(conn: Conn, database: str) -> None:
     living = runner.invoke(main, [*command, "--yes"])
     assert living.exit_code == 1
     assert f"awa: worker {runtime} " in living.stderr
+
+
+@pytest.mark.parametrize("by", [300, 40])
+def test_what_has_ended_does_not_run_again_when_this_server_comes_to_its_numbers(conn: Conn, by: int) -> None:
+    """Completions stand in no list that a claim looks at: such entries must lie behind every frontier. Without that a
+    claim brings them again once this server has numbered so far: tried."""
+    runtime = register(conn)
+    insert(conn, *range(1, 8))
+    ids = insert(conn, 8, priority=1)
+    members = claim(conn, runtime, limit=6).members
+    settle(conn, runtime, members[:4], [Outcome(members[4], "failed")])
+    move_to_another_cluster(conn, by)
+    fall_silent(conn, runtime)
+    done = rebase(conn, AWA)
+    assert (done.carried, done.rescued) == (2, 1)
+    ran = work_off(conn)
+    for _ in range(10):
+        for _ in range(50):
+            conn.execute("SELECT pg_current_xact_id()")
+        insert(conn, 100)
+        ran += work_off(conn)
+    assert [n for n in ran if n != 100] == [5, 6, 7]
+    assert [state(conn, id_) for id_ in ids] == ["completed"]
+    assert check_storage(conn, AWA).findings == []
