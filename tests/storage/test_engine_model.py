@@ -31,7 +31,8 @@ from tests.storage.model.sessions import Sessions
 from tests.storage.model.turning import Turning
 
 # Read here: the fixtures take every setting of the developer's out of the environment.
-STEPS = int(os.environ.get("AWA_PROPERTY_STEPS", "3000"))
+ENOUGH = 3000
+STEPS = int(os.environ.get("AWA_PROPERTY_STEPS") or ENOUGH)
 SEED = os.environ.get("AWA_PROPERTY_SEED") or "1"
 SHRINKS = "AWA_PROPERTY_SHRINK" in os.environ
 EXAMPLE = 150
@@ -63,6 +64,7 @@ REACHED = (
     "commits in doubt",
     "completed",
     "completed inside",
+    "doubts that last",
     "emptied",
     "flush: answer lost",
     "flush: backend ended",
@@ -88,7 +90,7 @@ REACHED = (
     "unheard claims of the dead",
     "unheard claims released",
 )
-"""A run that does not reach these proves little."""
+"""A run of enough steps that does not reach these proves little."""
 
 
 def play(machine: type[Engine], examples: int, **members: Any) -> None:
@@ -102,7 +104,7 @@ def test_the_engine_does_what_its_model_does(database: str) -> None:
     totals: Counter[str] = Counter()
     with ExitStack() as stack:
         play(Engine, max(1, STEPS // EXAMPLE), sessions=Sessions(stack, database), totals=totals)
-    assert not [what for what in REACHED if not totals[what]], dict(sorted(totals.items()))
+    assert STEPS < ENOUGH or not [what for what in REACHED if not totals[what]], dict(sorted(totals.items()))
 
 
 @pytest.mark.slow

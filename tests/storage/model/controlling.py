@@ -43,7 +43,7 @@ class Controlling(Machine):
                 self._end_from_outside(job, "cancelled")
             job.state = "cancelled"
 
-    @step(when=lambda self: self.jobs, pick=PICK, q=among(0, 1))
+    @step(weight=4, when=lambda self: self.jobs, pick=PICK, q=among(0, 1))
     def move(self, pick: random.Random, q: int) -> None:
         job, queue = self.choose(pick), self.queues[q]
         if job.state in ("available", "aside") and job.queue != queue and self._is_taken(job):

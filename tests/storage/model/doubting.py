@@ -78,13 +78,19 @@ class Doubting(Working):
         weight=6,
         when=lambda self: self.slow,
         pick=PICK,
-        how=among("answered", "answered", "answer lost", "backend ended"),
+        how=among("answered", "answered", "lost on its way", "answer lost", "backend ended"),
     )
     def end_slow(self, pick: random.Random, how: str) -> None:
-        self.finish(pick.choice(self.slow), how)
+        slow = pick.choice(self.slow)
+        if how == "lost on its way":  # the worker knows it before the server does
+            slow.is_lost = slow.runtime.is_in_doubt = True
+        else:
+            self.finish(slow, how)
 
     def finish(self, slow: Slow, how: str) -> None:
         self.slow.remove(slow)
+        if slow.is_lost and how == "answered":
+            how = "answer lost"
         what = "flush" if slow.flush else "claim"
         self.totals[f"{what}: {how}"] += 1
         if how == "backend ended":

@@ -181,3 +181,5 @@ class Slow:
     """What it records."""
     taken: frozenset[int] = frozenset()
     """Jobs that were set aside, and that it claims."""
+    is_lost: bool = False
+    """Its worker has lost the connection, and nobody will hear the answer."""

@@ -12,7 +12,7 @@ from tests.storage.model.steps import PICK, among, step
 
 
 class Turning(Machine):
-    @step(slot=among(*[None] * 8, *range(8)))
+    @step(weight=5, slot=among(*[None] * 5, *range(8)))
     def turn(self, slot: int | None) -> None:
         """To an empty slot, if there is one; or, as a crash or an operator could, to any."""
         if slot is not None:
@@ -72,6 +72,7 @@ class Turning(Machine):
         return int(scalar(self.main, f"SELECT pg_relation_filenode('awa.jobs_{slot}')"))
 
     @step(
+        weight=4,
         when=lambda self: any(entry.is_unclaimed for entry in self.entries.values()),
         pick=PICK,
         limit=among(1, 3, 5000, 5000),
