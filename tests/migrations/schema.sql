@@ -207,7 +207,9 @@ DECLARE
     v_hi bigint;
     r record;
 BEGIN
-    IF p_lane <> 0 AND NOT coalesce(awa.has_passed(awa.frontier_of(p_queue), p_lane, p_xid, p_entry), false) THEN
+    -- a number that is still to come here is another cluster's: no frontier knows it, its claim row may
+    IF p_lane <> 0 AND p_xid < pg_snapshot_xmax(pg_current_snapshot())
+       AND NOT awa.has_passed(awa.frontier_of(p_queue), p_lane, p_xid, p_entry) THEN
         RETURN;
     END IF;
     SELECT c.claim_id INTO v_lo FROM awa.claims c WHERE c.queue = p_queue ORDER BY c.claim_id LIMIT 1;
