@@ -5,8 +5,8 @@ CANDIDATES := $(PYTHON) $(if $(filter file,$(origin PYTHON)),python3.13 python3.
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml setup.py awa/_core.pyx
-TOGETHER := -n 2 --dist worksteal
-SERVED := tests/storage tests/migrations tests/worker tests/faults
+TOGETHER := -n 3 --dist worksteal
+SERVED := tests/storage tests/migrations
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c

@@ -547,6 +547,7 @@ def test_finding_a_job_reads_few_rows(conn: Conn, explained: Explained, content:
     check([plan for plan in plans if plan not in by_id], most_rows=5 * 60)
 
 
+@pytest.mark.slow
 @looked_at
 @statistics
 def test_lists_read_little_more_than_they_show(

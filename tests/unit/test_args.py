@@ -16,7 +16,7 @@ from zoneinfo import ZoneInfo
 
 import orjson
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from awa.args import FunctionCodec, codec_for
@@ -126,6 +126,7 @@ everything = st.builds(
 )  # fmt: skip
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # of the machine, not of the strategy
 @given(everything)
 def test_every_kind_of_field_comes_back_with_its_value_and_type(value: Everything) -> None:
     codec = codec_for(Everything)

@@ -102,8 +102,9 @@ def test_one_claim_fits_the_buffer_of_a_client_that_never_reads(
     """Guard: the limit of 128 KiB of bodies in claim_v1; with ten times that the claim stands and holds the queue."""
     fill(client, work, "a", "a", "a")
     with frozen_client(database, register(conn), "a") as stopped:
+        claimed = "SELECT coalesce(sum(cardinality(entry_ids)), 0) FROM awa.claims"
+        wait_until(lambda: count(conn, claimed) > 100)  # it was idle before, too
         wait_for_state(conn, stopped.pid, "idle", "ClientRead")
-        assert count(conn, "SELECT sum(cardinality(entry_ids)) FROM awa.claims") > 100
         flags = conn.execute("SELECT flags FROM awa.claim_v1('a', %s::bigint, NULL, 1)", [register(conn)]).fetchall()
         assert flags[-1][0] & ~COME_AGAIN == 0  # not held
 
