@@ -40,7 +40,7 @@ EXAMPLE = 150
 CRASHING_EXAMPLES = max(1, STEPS // 1000)
 
 
-class Engine(Producing, Lending, Turning, Looking, Controlling, Doubting):
+class Engine(Producing, Lending, Looking, Controlling, Turning, Doubting):
     """All steps but crashes of the server."""
 
 

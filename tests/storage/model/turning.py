@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from awa.storage import ring
 from tests.storage.engine import AWA, scalar
-from tests.storage.model.machine import Machine
 from tests.storage.model.records import Found
 from tests.storage.model.steps import PICK, among, step
+from tests.storage.model.working import Working
 
 
-class Turning(Machine):
+class Turning(Working):
     @step(weight=5, slot=among(*[None] * 5, *range(8)))
     def turn(self, slot: int | None) -> None:
         """To an empty slot, if there is one; or, as a crash or an operator could, to any."""
@@ -36,8 +37,8 @@ class Turning(Machine):
         has_ended = {entry.slot for entry in self.entries.values()} - has_open
         if not has_ended and not self.found:
             return
-        slot = pick.choice(sorted(has_ended | self.found.keys()))
-        there = Found(len([entry for entry in self.entries.values() if entry.slot == slot]), self._file(slot))
+        slot = pick.choice(self._slots_like_those_found() or sorted(has_ended | self.found.keys()))
+        there = self._there(slot)
         if what != "prune" and slot in has_ended:
             self.found[slot] = there
         if slot not in self.found or what == "count":
@@ -60,6 +61,18 @@ class Turning(Machine):
             assert scalar(self.main, f"SELECT pg_relation_size('awa.jobs_{slot}')") == 0
         elif done == "changed":
             del self.found[slot]
+
+    def _slots_like_those_found(self) -> list[int]:
+        """Slots that were emptied since somebody counted, and hold as many others now."""
+        there = {slot: self._there(slot) for slot in self.found if slot != self.slot}
+        return [
+            slot
+            for slot, now in there.items()
+            if now.entries and replace(now, file=self.found[slot].file) == self.found[slot] != now
+        ]
+
+    def _there(self, slot: int) -> Found:
+        return Found(len([entry for entry in self.entries.values() if entry.slot == slot]), self._file(slot))
 
     def _is_written_to(self, slot: int) -> bool:
         """By a transaction of somebody else's, which has not ended."""
@@ -102,3 +115,12 @@ class Turning(Machine):
         """One of two workers leads at a time."""
         self.look(self.leaders[n])
         self.totals["maintained"] += 1
+
+    @step(n=among(0, 1, 2), q=among(0, 1))
+    def empty_a_cursor(self, n: int, q: int) -> None:
+        """A segment that holds little but a claim is emptied at once: the frontier of its queue lies nowhere else."""
+        self.turn(None)
+        self.claim_from(self.runtimes[n], self.queues[q], 50)
+        self.the_database_agrees()
+        self.turn(None)
+        self.maintain(0)

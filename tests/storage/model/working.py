@@ -19,6 +19,7 @@ from tests.storage.engine import (
     Member,
     Outcome,
     claim,
+    complete,
     fall_silent,
     fence,
     settle,
@@ -212,8 +213,15 @@ class Working(Machine):
             member = replace(member, nonce=member.nonce ^ 1)
         else:
             number = next(other.number for other in self.runtimes if other is not runtime)
+            member = replace(member, runtime=number)
         assert settle(self.claimer, number, [member]) == [member.place]
         assert settle(self.claimer, number, (), [Outcome(member, "retried")]) == [member.place]
+        try:
+            complete(self.claimer, member)
+        except psycopg.Error as error:
+            assert error.sqlstate == "AWA04"
+        else:
+            raise AssertionError("somebody else's attempt is completed")
 
     # Life, death and rescue
 
