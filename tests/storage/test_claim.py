@@ -224,7 +224,7 @@ def test_idle_claims_beside_open_writers_store_an_advanced_frontier_once_a_secon
             writers.append(open_connection())
             writers[-1].execute("BEGIN")
             insert(writers[-1], len(writers))
-        insert(conn, 0, queue="other")
+            insert(conn, 0, queue="other")  # between two of them: where there is nothing, there is no range
         before = scalar(conn, "SELECT count(*) FROM awa.claims")
         assert claim(conn, runtime).members == []
         assert scalar(conn, "SELECT count(*) FROM awa.claims") - before == expected
