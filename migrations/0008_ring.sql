@@ -26,7 +26,7 @@ CREATE INDEX ended_jobs_dead ON awa.ended_jobs (ended_at) WHERE dead_reason IS N
 -- is empty or somebody else is at it, and nothing changes.
 --
 -- The sequence is set, never advanced: a crash or a failover moves an advanced one up to 32 values ahead, into a slot
--- that may be full. What awa.ring says comes second, and is put right here when a crash came in between.
+-- that may be full. What awa.ring says comes second; maintenance puts it right after a crash in between.
 CREATE FUNCTION awa.rotate_v1() RETURNS smallint LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     v_current smallint;
