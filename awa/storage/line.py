@@ -19,7 +19,7 @@ from psycopg.pq import ConnStatus, DiagnosticField, ExecStatus, Format
 
 from awa._core import Attempt, Flush, Handler, decode_batch, int2_array, text_array
 from awa.errors import RuntimeGone, StorageNotTrusted
-from awa.storage.recovery import backend_of
+from awa.storage.backends import backend_of
 from awa.storage.schema import Schema
 from awa.storage.trust import connect_trusted, rebase_command
 

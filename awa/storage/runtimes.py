@@ -72,7 +72,7 @@ def heartbeat(conn: Connection, schema: Schema, runtime: int, *, newest_claim: i
     """Give a sign of life; False when this runtime is gone.
 
     Args:
-        newest_claim: The newest claim it has received. A rescuer takes every claim above it for open.
+        newest_claim: Up to this one it knows all its claims. A rescuer takes every claim above it for open.
         open_claims: The older claims of which a member is open.
     """
     with conn.cursor(row_factory=scalar_row) as cursor:
@@ -91,13 +91,18 @@ LEAVE = """
          WHERE id = %(runtime)s
            AND NOT EXISTS (SELECT FROM awa.gone_runtimes g WHERE g.runtime = %(runtime)s)
         RETURNING id
+    ), gone AS (
+        INSERT INTO awa.gone_runtimes (runtime) SELECT id FROM ended
     )
     DELETE FROM awa.cancel_requests r WHERE r.runtime = (SELECT id FROM ended)
 """
 
 
 def leave(conn: Connection, schema: Schema, runtime: int, *, newest_claim: int) -> None:
-    """Say that this runtime has ended and that nothing of it is open. A fenced one stays for its rescuer to look at."""
+    """Say that this runtime has ended and that nothing of it is open, and refuse every later claim for it.
+
+    Call it under the runtime's lock. A fenced one stays for its rescuer to look at.
+    """
     conn.execute(schema.sql(LEAVE), {"runtime": runtime, "newest_claim": newest_claim})
 
 

@@ -16,9 +16,9 @@ import psycopg
 from awa._core import Attempt, Crew, Flush, Handler, Outcomes
 from awa.config import QueueSpec
 from awa.errors import AwaError, RuntimeGone, StorageNotTrusted
-from awa.storage import recovery
+from awa.storage import backends, recovery
+from awa.storage.backends import Backend
 from awa.storage.line import HELP, Line, Reply, Wanted
-from awa.storage.recovery import Backend
 from awa.storage.schema import Schema
 from awa.storage.trust import connect_trusted
 from awa.worker.bell import FIRST_POLL, PACE, Bell
@@ -195,6 +195,12 @@ class Claimer:
     def has_something_to_record(self) -> bool:
         """Whether outcomes wait to be recorded."""
         return bool(self._outcomes.count or self._pending)
+
+    @property
+    def line_pid(self) -> int | None:
+        """The server's process of the connection that claims; None when there is none, or the server does not tell."""
+        line = self._line
+        return line.backend.pid if line is not None and line.backend is not None else None
 
     @property
     def is_certain(self) -> bool:
@@ -433,7 +439,7 @@ class Claimer:
         """Give back what the lost connection may have claimed without an answer; only when its backend is gone."""
         with connect_trusted(self._conninfo, self._schema, name="recovery") as connection:
             released: int | None = None
-            if self._lost is None or recovery.end_backend(connection, self._lost):
+            if self._lost is None or backends.end_backend(connection, self._lost):
                 released = recovery.release_unknown_claims(
                     connection, self._schema, self._identity(), newest=self._outcomes.newest_claim
                 )

@@ -19,10 +19,10 @@ import psycopg
 from psycopg import Connection
 
 from awa.errors import AwaError
-from awa.storage import recovery
+from awa.storage import backends
+from awa.storage.backends import Holder
 from awa.storage.line import Claimed
 from awa.storage.pool import connect
-from awa.storage.recovery import Holder
 from awa.storage.schema import Schema
 from awa.worker.service import first_line
 
@@ -44,7 +44,7 @@ class FrozenHolders:
     def end(self, conn: Connection, lock: str) -> None:
         """End those that hold *lock*, ``queue:NAME`` or ``runtime:NUMBER``."""
         hidden = self._hidden.pop(lock, None)
-        for holder in recovery.list_holders(conn, self._schema, lock):
+        for holder in backends.list_holders(conn, self._schema, lock):
             if holder.pid in self._refused:
                 continue
             if holder.backend is None:  # another role's: claims that follow each other look like one that stands
@@ -53,7 +53,7 @@ class FrozenHolders:
                     self._complain(holder, lock)
             elif (holder.client_wait or 0.0) >= HELD_FOR:
                 try:
-                    recovery.end_backend(conn, holder.backend)
+                    backends.end_backend(conn, holder.backend)
                 except psycopg.errors.InsufficientPrivilege:
                     self._complain(holder, lock)
                     continue

@@ -22,7 +22,6 @@ from awa.config import Settings
 from awa.errors import AwaError, ConfigError, DeadlineExceeded, ShutdownTimeout
 from awa.job import Outcome
 from awa.registry import Registry
-from awa.storage import runtimes
 from awa.storage.migrate import check_schema
 from awa.storage.pool import connect
 from awa.storage.schema import Schema
@@ -31,6 +30,7 @@ from awa.worker.attempt import Attempts
 from awa.worker.claimer import Claimer
 from awa.worker.heartbeat import Heartbeat
 from awa.worker.identity import Identity
+from awa.worker.known import KnownClaims
 from awa.worker.maintenance.deadlines import Deadlines
 from awa.worker.maintenance.loop import Maintenance
 from awa.worker.maintenance.promote import Promote
@@ -45,6 +45,9 @@ from awa.worker.watch import Watch
 log = logging.getLogger("awa.worker")
 
 Hook = Callable[[], object]
+
+LEAVE_TIMEOUT = 2.0
+"""Seconds to wait for a claim of this runtime that is still under way when everything else has ended."""
 
 FLUSH_OUT_OF_TURN = 0.02
 """Seconds that an outcome may wait while other jobs wait for a thread; with nothing to do it is recorded sooner."""
@@ -183,6 +186,12 @@ class Worker:
             flush_after=FLUSH_OUT_OF_TURN,
         )
         self._crew.poke = claimer.poke
+        self._known = KnownClaims(
+            schema=schema,
+            outcomes=self._outcomes,
+            line=lambda: claimer.line_pid,
+            is_certain=lambda: claimer.is_certain,
+        )
         self._services = [
             Heartbeat(
                 conninfo=conninfo,
@@ -190,7 +199,7 @@ class Worker:
                 interval=settings.heartbeat,
                 identity=identity,
                 outcomes=self._outcomes,
-                is_certain=lambda: claimer.is_certain,
+                known=self._known,
                 requests=Requests(self._crew, schema),
                 on_gone=claimer.gone,
             ),
@@ -324,7 +333,12 @@ class Worker:
     def _leave(self) -> None:
         try:
             with connect(self._conninfo, name="leave") as connection:
-                runtimes.leave(connection, self._schema, self._identity(), newest_claim=self._outcomes.newest_claim)
+                until = time.monotonic() + LEAVE_TIMEOUT
+                while not self._known.leave(connection, self._identity()):
+                    if time.monotonic() > until:
+                        log.warning("could not say goodbye: something still claims for runtime %d", self._identity())
+                        return
+                    time.sleep(0.02)
         except (psycopg.Error, AwaError) as error:
             log.warning("could not say goodbye: %s", first_line(error))
 

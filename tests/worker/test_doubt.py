@@ -94,7 +94,7 @@ class Beats:
 def test_the_claims_that_come_after_it_do_not_hide_it(
     conn: Conn, client: awa.Client, start_worker: StartWorker, work: Any
 ) -> None:
-    """Guard: the looks begin behind the newest claim that was received."""
+    """Guard: the looks begin behind the last that counted, not behind the newest claim that was received."""
     worker = start_worker(client, threads=2, heartbeat=30, stale_after=120)
     heartbeat = Beats(worker)
     job = claim_behind_its_back(conn, client, worker)
@@ -108,7 +108,7 @@ def test_the_claims_that_come_after_it_do_not_hide_it(
 def test_a_claim_that_commits_after_newer_ones_were_received_is_found(
     conn: Conn, client: awa.Client, start_worker: StartWorker, work: Any, database: str
 ) -> None:
-    """Guard: the looks go back two heartbeats."""
+    """Guard: a look counts only when nobody but the worker's own connection claims for its runtime."""
     worker = start_worker(client, threads=2, heartbeat=30, stale_after=120)
     heartbeat = Beats(worker)
     job = client.insert({}, kind="work", queue="elsewhere")
@@ -120,6 +120,67 @@ def test_a_claim_that_commits_after_newer_ones_were_received_is_found(
         slow.commit()
     release_with(heartbeat, conn)
     assert client.get(job.id).state == "available"
+
+
+def test_a_claim_that_commits_after_newer_ones_is_rescued_when_its_worker_dies(
+    conn: Conn, client: awa.Client, start_worker: StartWorker, work: Any, database: str
+) -> None:
+    """Guard: a sign of life gives no newer number than the last look that counts. With the newest one that was
+    received, the claim is neither listed nor above it: the job runs for ever."""
+    worker = start_worker(client, threads=2, heartbeat=30, stale_after=120)
+    heartbeat = Beats(worker)
+    job = client.insert({}, kind="work", queue="elsewhere")
+    with psycopg.connect(database) as slow:
+        wait_until(lambda: engine.claim(slow, worker.runtime, queue="elsewhere").ids == [job.id])
+        assert ended(client, client.insert(work.bind())).state == "completed"  # a newer claim
+        wait_until(lambda: worker._claimer.is_certain)
+        heartbeat.beat()
+        slow.commit()
+    engine.fall_silent(conn, worker.runtime)
+    assert engine.fence(conn, worker.runtime)
+    assert engine.rescue(conn, worker.runtime)[1] == 1
+    assert client.get(job.id).state == "available"
+
+
+def test_what_was_answered_to_nobody_is_released_when_a_worker_leaves(
+    conn: Conn, client: awa.Client, start_worker: StartWorker, work: Any
+) -> None:
+    """Guard: the look under the runtime's lock before goodbye. Nobody rescues a runtime that has said it."""
+    worker = start_worker(client, threads=2, heartbeat=30, stale_after=120)
+    Beats(worker)
+    job = claim_behind_its_back(conn, client, worker)
+    assert ended(client, client.insert(work.bind())).state == "completed"
+    worker.stop(5)
+    assert client.get(job).state == "available"
+
+
+def test_nobody_claims_for_a_worker_that_has_left(
+    conn: Conn, client: awa.Client, start_worker: StartWorker, work: Any
+) -> None:
+    """Guard: leaving fences. A claim that a proxy delivers later would be open for ever."""
+    worker = start_worker(client, threads=2)
+    worker.stop(5)
+    client.insert(work.bind())
+    with pytest.raises(psycopg.Error, match="is gone"):
+        engine.claim(conn, worker.runtime)
+
+
+def test_a_worker_waits_with_its_goodbye_for_a_claim_that_is_under_way(
+    conn: Conn, client: awa.Client, start_worker: StartWorker, work: Any, database: str
+) -> None:
+    """Guard: goodbye needs the runtime's lock."""
+    worker = start_worker(client, threads=2, heartbeat=30, stale_after=120)
+    job = client.insert({}, kind="work", queue="elsewhere")
+    with psycopg.connect(database) as slow:
+        wait_until(lambda: engine.claim(slow, worker.runtime, queue="elsewhere").ids == [job.id])
+        stopping = threading.Thread(target=worker.stop, args=(5,))
+        stopping.start()
+        stopping.join(0.5)
+        assert stopping.is_alive()
+        slow.commit()
+        stopping.join(10)
+    assert client.get(job.id).state == "available"
+    assert count(conn, "SELECT count(*) FROM awa.runtime_instances WHERE ended_at IS NULL") == 0
 
 
 def release_with(heartbeat: Beats, conn: Conn) -> None:

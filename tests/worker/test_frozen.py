@@ -187,7 +187,7 @@ def test_claimers_that_are_busy_are_left_alone(
     thread.start()
     assert held.acquire(timeout=5)
     looks = threading.Semaphore(0)
-    list_holders = frozen.recovery.list_holders
+    list_holders = frozen.backends.list_holders
 
     def counted(*args: Any) -> Any:
         found = list_holders(*args)
@@ -195,7 +195,7 @@ def test_claimers_that_are_busy_are_left_alone(
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(frozen.recovery, "list_holders", counted)
+        patch.setattr(frozen.backends, "list_holders", counted)
         start_worker(client, threads=1, heartbeat=60, stale_after=600)
         for _ in range(3):
             assert looks.acquire(timeout=10)
@@ -219,7 +219,7 @@ def test_a_holder_that_may_not_be_ended_is_told_of_once(
     role = sql.Identifier(name := f"worker_{next(_roles)}_{sees}")
     conn.execute(sql.SQL("CREATE ROLE {} LOGIN").format(role))
     looks = threading.Semaphore(0)
-    list_holders = frozen.recovery.list_holders
+    list_holders = frozen.backends.list_holders
 
     def counted(*args: Any) -> Any:
         looks.release()
@@ -239,7 +239,7 @@ def test_a_holder_that_may_not_be_ended_is_told_of_once(
         def work() -> None: ...
 
         with psycopg.connect(database) as other, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(frozen.recovery, "list_holders", counted)
+            patch.setattr(frozen.backends, "list_holders", counted)
             other.execute("SELECT pg_advisory_xact_lock(hashtextextended('awa.queue:held', 0))")
             worker = start_worker(client, threads=1, queues=["held", "free"], heartbeat=60, stale_after=600)
             job = client.insert(work.bind(), queue="held")

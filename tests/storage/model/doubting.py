@@ -10,7 +10,7 @@ import random
 
 import psycopg
 
-from awa.storage import recovery
+from awa.storage import backends
 from tests.storage.engine import Conn, settle
 from tests.storage.model.records import Flush, Runtime, Session, Slow
 from tests.storage.model.steps import PICK, among, step
@@ -94,9 +94,9 @@ class Doubting(Working):
         what = "flush" if slow.flush else "claim"
         self.totals[f"{what}: {how}"] += 1
         if how == "backend ended":
-            backend = recovery.backend_of(slow.session.conn)
+            backend = backends.backend_of(slow.session.conn)
             assert backend is not None
-            assert recovery.end_backend(self.main, backend)
+            assert backends.end_backend(self.main, backend)
         else:
             slow.session.conn.execute("COMMIT")
             slow.commit(how == "answered")

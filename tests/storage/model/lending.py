@@ -6,7 +6,7 @@ import random
 
 import psycopg
 
-from awa.storage import recovery
+from awa.storage import backends
 from tests.storage.engine import Outcome, complete, settle
 from tests.storage.model.machine import Machine
 from tests.storage.model.records import Lender, ModelJob, Runtime
@@ -140,9 +140,9 @@ class Lending(Machine):
             except psycopg.errors.SerializationFailure:
                 commits = False
         else:
-            backend = recovery.backend_of(lender.conn)
+            backend = backends.backend_of(lender.conn)
             assert backend is not None
-            assert recovery.end_backend(self.main, backend)
+            assert backends.end_backend(self.main, backend)
         self.replace(lender)
         self._note_lent(lender, commits=commits)
         for job, member, runtime in asked.values():

@@ -1,0 +1,103 @@
+"""Up to which claim of its runtime this process knows all, and what to do about one that it does not.
+
+A rescuer takes for open what the last sign of life listed, and every claim above a number that it gave. That number
+must not pass a claim whose answer came to nobody. There are none, unless a server gets a claim out of a proxy whose
+client is gone: whoever lost the connection has looked by then, newer claims arrive, and it would lie below them, in no
+list.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from psycopg import Connection
+
+from awa._core import Outcomes
+from awa.errors import RuntimeGone
+from awa.storage import backends, recovery, runtimes
+from awa.storage.schema import Schema
+
+log = logging.getLogger("awa.worker")
+
+
+class KnownClaims:
+    """Looks at the database for claims of this runtime that the process does not know, and gives them back.
+
+    Args:
+        line: The server's process of the connection that claims; None when there is none or it cannot be told.
+        is_certain: Whether no claim is on its way to this process, and none was lost on it.
+    """
+
+    def __init__(
+        self,
+        *,
+        schema: Schema,
+        outcomes: Outcomes,
+        line: Callable[[], int | None],
+        is_certain: Callable[[], bool],
+    ) -> None:
+        self._schema = schema
+        self._outcomes = outcomes
+        self._line = line
+        self._is_certain = is_certain
+        self._runtime = 0  # whose claims these are:
+        self.number = 0  # all up to this one are known
+
+    def look(self, connection: Connection, runtime: int) -> int:
+        """The number up to which all claims of *runtime* are known.
+
+        It is the newest that was received, if two looks find nothing against it. Whoever claims holds the runtime's
+        lock from before its number is drawn until its end is seen. So when the first look, at the lock, finds nobody
+        but the connection that claims for this process, all others with a number up to the newest have ended, and the
+        second look, at the claims, sees them. That connection makes one claim after the other, so what it has made up
+        to the newest was received.
+
+        Claims above the newest may be on their way. The second look finds only what had committed: if after it no
+        claim is on its way and none was lost, the answers have been received. Otherwise what is above waits for the
+        next look.
+        """
+        if runtime != self._runtime:
+            self._runtime, self.number = runtime, 0
+        after = self.number
+        line = self._line()
+        newest = self._outcomes.newest_claim
+        holders = backends.list_holders(connection, self._schema, f"runtime:{runtime}")
+        if any(holder.pid != line for holder in holders):
+            return after
+        found = recovery.list_claims(connection, self._schema, runtime, after=after)
+        is_certain = self._is_certain()
+        unknown = set(found) - set(self._outcomes.received_since(after))
+        if not self._give_back(connection, runtime, [claim for claim in unknown if is_certain or claim <= newest]):
+            return after
+        self.number = max(after, newest)
+        return self.number
+
+    def leave(self, connection: Connection, runtime: int) -> bool:
+        """Say that *runtime* has ended, so that nobody claims for it ever more; when nothing of it is open.
+
+        Returns:
+            False when the runtime's lock could not be had, so that the caller tries again.
+        """
+        with connection.transaction():
+            if not recovery.try_runtime_lock(connection, self._schema, runtime):
+                return False
+            after = self.number if runtime == self._runtime else 0
+            found = recovery.list_claims(connection, self._schema, runtime, after=after)
+            self._give_back(connection, runtime, sorted(set(found) - set(self._outcomes.received_since(after))))
+            runtimes.leave(connection, self._schema, runtime, newest_claim=self._outcomes.newest_claim)
+            return True
+
+    def _give_back(self, connection: Connection, runtime: int, unknown: list[int]) -> bool:
+        """Release claims; False when that was not possible just now."""
+        if not unknown:
+            return True
+        try:
+            released = recovery.release_unknown_claims(
+                connection, self._schema, runtime, newest=min(unknown) - 1, only=sorted(unknown)
+            )
+        except RuntimeGone:
+            return False  # the sign of life tells
+        if released:
+            log.warning("released %d attempts of %d claims that were answered to nobody", released, len(unknown))
+        return released is not None
