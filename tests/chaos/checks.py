@@ -162,6 +162,38 @@ CHECKS = (
           FROM ledger.ends x
          WHERE (x.outcome = 'completed' OR (x.flush IS NOT NULL AND x.outcome IN ('retried', 'snoozed', 'cancelled')))
            AND NOT EXISTS (SELECT FROM ledger.runs r WHERE r.entry_id = x.entry_id)
+           AND NOT (x.outcome = 'cancelled'     -- asked for, and given back before it began
+                    AND EXISTS (SELECT FROM ledger.requests q JOIN ledger.entries e USING (job)
+                                 WHERE e.entry_id = x.entry_id))
+        """,
+    ),
+    Check(
+        "told cancelled and not so",
+        """
+        SELECT format('job %s: %s', c.job, f.state)
+          FROM ledger.controls c LEFT JOIN a_final f USING (job)
+         WHERE c.what = 'cancel' AND c.happened = 'cancelled' AND f.state IS DISTINCT FROM 'cancelled'
+        """,
+    ),
+    Check(
+        # A crash may forget the claim, and what was asked of it.
+        "asked to be cancelled and tried again",
+        """
+        SELECT format('job %s: entry %s of attempt %s', c.job, e.entry_id, e.attempt)
+          FROM ledger.controls c JOIN ledger.entries e USING (job)
+         WHERE c.what = 'cancel' AND c.happened = 'requested' AND e.at > c.at
+           AND NOT EXISTS (SELECT FROM ledger.crashes r WHERE r.ended_at > c.at - interval '5 s'
+                                                          AND r.began_at < e.at)
+        """,
+    ),
+    Check(
+        "cancelled by nobody",
+        """
+        SELECT format('job %s', f.job)
+          FROM a_final f
+         WHERE f.state = 'cancelled'
+           AND NOT EXISTS (SELECT FROM ledger.entries e WHERE e.job = f.job AND e.kind = 'changeable')
+           AND NOT EXISTS (SELECT FROM ledger.controls c WHERE c.job = f.job AND c.what = 'cancel')
         """,
     ),
     Check(

@@ -38,16 +38,24 @@ def load(conn: Connection[Any], directory: Path, crashes: Iterable[Crash]) -> No
     with conn.cursor().copy("COPY ledger.runs (entry_id, job, mark, started_at, ended_at) FROM STDIN") as copy:
         for row in _runs(directory):
             copy.write_row(row)
+    with conn.cursor().copy("COPY ledger.controls FROM STDIN") as copy:
+        for line in _lines(directory, "control"):
+            copy.write_row((line["job"], line["control"], line["happened"], _time(line["at"])))
     with conn.cursor().copy("COPY ledger.crashes FROM STDIN") as copy:
         for began, ended in crashes:
             copy.write_row((_time(began), _time(ended)))
     conn.execute("ANALYZE")
 
 
+def _lines(directory: Path, about: str) -> Iterable[dict[str, Any]]:
+    """What producers noted: deeds, or controls."""
+    return (line for line in journal.read(directory, "producer-*.journal") if about in line)
+
+
 def _intents(directory: Path) -> Iterable[tuple[Any, ...]]:
     """One row per mark. A deed whose fate was not noted is unknown: its process was killed."""
     deeds: dict[tuple[str, int], dict[str, Any]] = {}
-    for line in journal.read(directory, "producer-*.journal"):
+    for line in _lines(directory, "deed"):
         deeds.setdefault((line["who"], line["deed"]), {"fate": "unknown"}).update(line)
     for deed in deeds.values():
         for mark in deed["meant"]:

@@ -24,6 +24,7 @@ CREATE TABLE ledger.ends (
     at       timestamptz
 );
 CREATE TABLE ledger.dead (job bigint, state text, at timestamptz);
+CREATE TABLE ledger.requests (job bigint, at timestamptz);     -- to cancel what runs
 CREATE TABLE ledger.prunes (slot text, at timestamptz);
 CREATE INDEX ON ledger.entries (entry_id);
 CREATE INDEX ON ledger.claims (claim_id);
@@ -34,6 +35,7 @@ CREATE TABLE ledger.runs (
     run bigint GENERATED ALWAYS AS IDENTITY, entry_id bigint, job bigint, mark bigint, started_at timestamptz,
     ended_at timestamptz
 );
+CREATE TABLE ledger.controls (job bigint, what text, happened text, at timestamptz);      -- at: of the answer
 CREATE TABLE ledger.crashes (began_at timestamptz, ended_at timestamptz);
 
 CREATE FUNCTION ledger.note_entry() RETURNS trigger LANGUAGE plpgsql AS $$
@@ -95,6 +97,13 @@ BEGIN
     RETURN NULL;
 END $$;
 CREATE TRIGGER chaos AFTER INSERT ON awa.ended_jobs FOR EACH ROW EXECUTE FUNCTION ledger.note_dead();
+
+CREATE FUNCTION ledger.note_request() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    INSERT INTO ledger.requests VALUES (NEW.id, clock_timestamp());
+    RETURN NULL;
+END $$;
+CREATE TRIGGER chaos AFTER INSERT ON awa.cancel_requests FOR EACH ROW EXECUTE FUNCTION ledger.note_request();
 
 CREATE FUNCTION ledger.note_prune() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN

@@ -118,6 +118,18 @@ class Producer:
             yield self.connection()
             deed.fate = "unknown"  # from here on the commit may be under way
 
+    def control(self, job: int, what: str, call: Callable[[], awa.Controlled]) -> None:
+        """Do to *job* what an operator does, and note the answer."""
+
+        def note(happened: str) -> None:
+            self._journal.note(who=self.who, control=what, job=job, happened=happened, at=time.time())
+
+        note("asked")
+        try:
+            note(call().happened)
+        except (awa.JobNotFound, awa.JobBusy) as error:
+            note(type(error).__name__)
+
     def pause(self, seconds: float) -> None:
         """Wait for up to twice as long."""
         until = time.monotonic() + self.random.uniform(0, 2 * seconds)

@@ -74,7 +74,9 @@ FIGURES = """
     UNION ALL SELECT 'handlers killed', count(*) FROM ledger.runs WHERE ended_at IS NULL
     UNION ALL SELECT 'claims', count(*) FROM ledger.claims
     UNION ALL SELECT 'runtimes', count(*) FROM awa.runtime_instances
-    UNION ALL SELECT 'runtimes fenced', count(*) FROM awa.gone_runtimes
+    UNION ALL SELECT 'runtimes fenced or left', count(*) FROM awa.gone_runtimes
+    UNION ALL (SELECT format('controls: %s, %s', what, happened), count(*)
+                 FROM ledger.controls GROUP BY what, happened ORDER BY what, happened)
     UNION ALL SELECT 'changes of slot', count(*)
                 FROM (SELECT slot <> lag(slot) OVER (ORDER BY entry_id) AS changed FROM ledger.entries) t WHERE changed
     UNION ALL SELECT 'segments emptied', count(*) FROM ledger.prunes

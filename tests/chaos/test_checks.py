@@ -67,6 +67,10 @@ class Scene:
         self._worked.note(run="begun", number=number, job=job, entry=entry, mark=mark, at=begun)
         self._worked.note(run="ended", number=number, at=ended)
 
+    def control(self, job: int, what: str, happened: str) -> None:
+        """An operator's deed, and the answer."""
+        self._produced.note(who="p", control=what, job=job, happened=happened, at=time.time())
+
     def settle(self, done: list[Member], others: list[Outcome] | None = None) -> None:
         assert engine.settle(self.conn, self.runtime, done, others or []) == []
 
@@ -101,6 +105,7 @@ def test_a_clean_ledger_has_no_violation(scene: Scene) -> None:
         Outcome(cancelled, "cancelled"),
         Outcome(failed, "failed"),
     ]
+    scene.control(cancelled.id, "cancel", "asked")  # by somebody who was killed before the answer
     scene.settle([completed], outcomes)
     assert len(scene.work()) == 3
     # taken back, and in doubt: either way is fine
@@ -289,6 +294,31 @@ def _run_at_the_same_time(scene: Scene) -> None:
     scene.work()
 
 
+def _told_cancelled(scene: Scene) -> None:
+    scene.note(1)
+    scene.insert(1)
+    (member,) = scene.work()
+    scene.control(member.id, "cancel", "cancelled")
+
+
+def _tried_again(scene: Scene) -> None:
+    scene.note(1)
+    scene.insert(1)
+    (member,) = scene.claim()
+    scene.run(member)
+    scene.control(member.id, "cancel", "requested")
+    scene.settle([], [Outcome(member, "retried")])
+    scene.work()
+
+
+def _cancelled_by_nobody(scene: Scene) -> None:
+    scene.note(1)
+    scene.insert(1)
+    (member,) = scene.claim()
+    scene.run(member)
+    scene.settle([], [Outcome(member, "cancelled")])
+
+
 PLANTS: dict[Callable[[Scene], None], set[str]] = {
     _lost: {"acknowledged and lost"},
     _unclaimed: {"never ended", "attempts never ended"},
@@ -306,6 +336,9 @@ PLANTS: dict[Callable[[Scene], None], set[str]] = {
     _two_effects: {"effects not exactly once"},
     _no_effect: {"effects not exactly once"},
     _never_run: {"completed without a run"},
+    _told_cancelled: {"told cancelled and not so"},
+    _tried_again: {"asked to be cancelled and tried again"},
+    _cancelled_by_nobody: {"cancelled by nobody"},
     _miscounted: {"attempts miscounted"},
     _run_twice: {"attempts run twice without a crash between"},
     _run_at_the_same_time: {"jobs run twice at a time, in two living runtimes"},

@@ -180,6 +180,26 @@ def hold_snapshot(p: Producer) -> None:
         conn.execute("SELECT count(*) FROM app.orders WHERE mark = 0")
 
 
+KNOWN = """
+    SELECT job FROM (SELECT job, at FROM ledger.entries UNION ALL SELECT job, at FROM ledger.waits) t
+     WHERE at > clock_timestamp() - interval '20 s' ORDER BY random() LIMIT 1
+"""
+
+
+def operate(p: Producer) -> None:
+    """Cancel a job, whatever it does just now, or move it."""
+    row = p.connection().execute(KNOWN).fetchone()
+    if row is None:
+        return
+    job = int(row[0])
+    is_forced = p.random.random() < 0.4
+    with p.deed([], has_row=False):
+        if p.random.random() < 0.5:
+            p.control(job, "move", lambda: p.client.admin.move(job, p.random.choice(["default", "bulk"])))
+        else:
+            p.control(job, "cancel", lambda: p.client.cancel(job, reason="chaos", force=is_forced))
+
+
 @dataclass(frozen=True, slots=True)
 class Mode:
     """What one producer does."""
@@ -202,6 +222,7 @@ PRODUCERS = {
     "old": Mode([(with_old_snapshot, 1)], 0.3),
     "delayed": Mode([(delayed, 1)], 0.2),
     "two-phase": Mode([(two_phase, 1)], 0.3, notify=False, prepare=finish_prepared),
+    "operator": Mode([(operate, 1)], 0.3),
     "reader": Mode([(hold_snapshot, 1)], 3.0),
 }
 
