@@ -132,13 +132,13 @@ CHECKS = (
         """,
     ),
     Check(
-        # A rescue, and a handler's own transaction that comes before it, write no flush; the attempt's unique end
-        # decides between these two.
+        # A rescue, an operator, and a handler's own transaction write no flush; the attempt's unique end decides
+        # between these.
         "stale writes accepted",
         """
         SELECT format('%s of entry %s, claim %s, runtime %s', outcome, entry_id, claim_id, runtime)
           FROM ledger.ends
-         WHERE was_gone AND (flush IS NOT NULL OR outcome NOT IN ('rescued', 'failed', 'completed'))
+         WHERE was_gone AND (flush IS NOT NULL OR outcome NOT IN ('rescued', 'failed', 'completed', 'cancelled'))
         """,
     ),
     Check(
@@ -248,7 +248,6 @@ PREPARE = """
     CREATE INDEX ON a_job (mark);
     CREATE INDEX ON a_final (job);
     CREATE INDEX ON a_member (entry_id);
-    CREATE INDEX ON ledger.ends (entry_id);
     CREATE INDEX ON ledger.runs (entry_id);
     CREATE INDEX ON ledger.runs (job);
     ANALYZE;

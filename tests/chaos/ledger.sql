@@ -28,6 +28,7 @@ CREATE TABLE ledger.requests (job bigint, at timestamptz);     -- to cancel what
 CREATE TABLE ledger.prunes (slot text, at timestamptz);
 CREATE INDEX ON ledger.entries (entry_id);
 CREATE INDEX ON ledger.claims (claim_id);
+CREATE INDEX ON ledger.ends (entry_id);
 
 -- What the journals say, loaded at the end.
 CREATE TABLE ledger.intents (mark bigint, way text, is_meant boolean, fate text, has_row boolean);

@@ -181,14 +181,31 @@ def hold_snapshot(p: Producer) -> None:
 
 
 KNOWN = """
-    SELECT job FROM (SELECT job, at FROM ledger.entries UNION ALL SELECT job, at FROM ledger.waits) t
-     WHERE at > clock_timestamp() - interval '20 s' ORDER BY random() LIMIT 1
+    SELECT job
+      FROM (SELECT job, at, EXISTS (SELECT FROM ledger.ends x WHERE x.entry_id = e.entry_id) AS has_ended
+              FROM ledger.entries e
+             UNION ALL
+            SELECT job, at, false FROM ledger.waits) t
+     WHERE at > clock_timestamp() - interval '20 s'
+     ORDER BY has_ended AND random() < 0.9, random()
+     LIMIT 1
+"""
+
+"""Any job of late, mostly one that has not ended."""
+
+RUNNING = """
+    SELECT e.job
+      FROM ledger.claims c CROSS JOIN LATERAL unnest(c.entry_ids) m JOIN ledger.entries e ON e.entry_id = m
+     WHERE c.at > clock_timestamp() - interval '4 s'
+       AND NOT EXISTS (SELECT FROM ledger.ends x WHERE x.entry_id = m)
+     ORDER BY random()
+     LIMIT 1
 """
 
 
 def operate(p: Producer) -> None:
     """Cancel a job, whatever it does just now, or move it."""
-    row = p.connection().execute(KNOWN).fetchone()
+    row = p.connection().execute(p.random.choice([KNOWN, RUNNING])).fetchone()
     if row is None:
         return
     job = int(row[0])
