@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import psycopg
 import pytest
+
+from awa.admin import Admin
+from awa.storage.schema import Schema
 
 
 @pytest.fixture
@@ -27,3 +30,10 @@ def other(open_connection: Callable[[], psycopg.Connection[Any]]) -> psycopg.Con
 def third(open_connection: Callable[[], psycopg.Connection[Any]]) -> psycopg.Connection[Any]:
     """A third connection to ``database`` that commits by itself."""
     return open_connection()
+
+
+@pytest.fixture
+def admin(open_connection: Callable[[], psycopg.Connection[Any]]) -> Admin:
+    """What ``client.admin`` is, on a connection of its own."""
+    looking = open_connection()
+    return Admin(Schema(), lambda: nullcontext(looking))
