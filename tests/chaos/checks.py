@@ -58,7 +58,13 @@ CHECKS = (
     Check(
         "attempts never ended",
         """
-        SELECT format('entry %s of job %s', e.entry_id, e.job)
+        SELECT format('entry %s of job %s, kind %s, slot %s, attempt %s: %s',
+                      e.entry_id, e.job, e.kind, e.slot, e.attempt,
+                      coalesce((SELECT string_agg(format('claim %s of runtime %s, ended %s, newest %s, open %s',
+                                                         m.claim_id, m.runtime, i.ended_at, i.newest_claim,
+                                                         i.open_claims), '; ')
+                                  FROM a_member m LEFT JOIN awa.runtime_instances i ON i.id = m.runtime
+                                 WHERE m.entry_id = e.entry_id), 'unclaimed'))
           FROM ledger.entries e
          WHERE NOT EXISTS (SELECT FROM ledger.ends x WHERE x.entry_id = e.entry_id)
         """,
