@@ -332,7 +332,7 @@ class Worker:
 
     def _leave(self) -> None:
         try:
-            with connect(self._conninfo, name="leave") as connection:
+            with connect(self._conninfo, name="leave", answer_within=2 * LEAVE_TIMEOUT) as connection:
                 until = time.monotonic() + LEAVE_TIMEOUT
                 while not self._known.leave(connection, self._identity()):
                     if time.monotonic() > until:
