@@ -49,6 +49,8 @@ class OwnConnection(Connection[TupleRow]):
 
     answer_within: float | None = None
     """Seconds that the server may take to answer; then the connection counts as lost. None: as long as it takes."""
+    is_deaf = False
+    """It was given up so."""
 
     def wait(self, gen: Generator[Any, Any, T], *args: Any, **options: Any) -> T:
         """What psycopg does whenever it waits for the server."""
@@ -64,6 +66,7 @@ class OwnConnection(Connection[TupleRow]):
                 ready = yield state  # nothing is ready: asked again ten times a second
                 if not ready and time.monotonic() > until:
                     gen.close()
+                    self.is_deaf = True
                     self.pgconn.finish()
                     raise psycopg.OperationalError(
                         f"the server has not answered for {seconds:g} s: the connection is given up, and what became "
@@ -230,7 +233,6 @@ class Pool:
                     max_size=self._size,
                     kwargs={"autocommit": True} | _unless_given(self._conninfo, "client"),
                     configure=_configure,
-                    reset=_reset,
                     open=True,
                     name=f"awa-{os.getpid()}",
                     # Its pauses double for as long as it tries. Given up, it tries again as soon as somebody asks.
@@ -254,6 +256,7 @@ class Pool:
         try:
             yield connection
         finally:
+            _restore(connection)  # not the pool's reset, which has it returned by another thread, and later
             pool.putconn(connection)
 
     @contextmanager
@@ -268,9 +271,12 @@ class Pool:
         try:
             yield connection
         except psycopg.errors.ReadOnlySqlTransaction as error:
-            refused = read_only(connection)
-            connection.close()  # the next may lead to another server
-            raise refused from error
+            pool.drain()  # the next may lead to another server
+            raise read_only(connection) from error
+        except psycopg.OperationalError:
+            if connection.is_deaf:
+                pool.drain()  # each of the others would cost somebody as long
+            raise
         finally:
             connection.answer_within = None
             pool.putconn(connection)
@@ -332,14 +338,19 @@ def _configure(connection: OwnConnection) -> None:
     connection.answer_within = None
 
 
-def _reset(connection: OwnConnection) -> None:
+def _restore(connection: OwnConnection) -> None:
     """Undo what a borrower changed: the next one's insert would not be committed, or be read as something else."""
-    if not connection.autocommit:
-        connection.autocommit = True
-    if (connection.isolation_level, connection.read_only, connection.deferrable) != (None, None, None):
-        connection.isolation_level = connection.read_only = connection.deferrable = None
     connection.row_factory = tuple_row
     connection.cursor_factory = psycopg.Cursor
+    is_changed = (connection.isolation_level, connection.read_only, connection.deferrable) != (None, None, None)
+    if connection.autocommit and not is_changed:
+        return
+    try:
+        connection.rollback()
+        connection.autocommit = True
+        connection.isolation_level = connection.read_only = connection.deferrable = None
+    except psycopg.Error:
+        connection.close()  # the pool opens another in its place
 
 
 def _go_on(pool: ConnectionPool[Any]) -> None:
