@@ -188,6 +188,7 @@ _ADVICE = (
     ("session is read-only", "none of the hosts can be written to: promote one, or see default_transaction_read_only"),
     ("is in hot standby mode", "name the primary too, or promote this server"),
     ("starting up", "try again in a moment"),
+    ("not yet accepting connections", "try again in a moment"),
     ("shutting down", "start the server again"),
     ("too many clients", "raise max_connections of the server, or lower threads and pool_size"),
     ("remaining connection slots", "raise max_connections of the server, or lower threads and pool_size"),
