@@ -327,8 +327,9 @@ def test_a_client_says_why_when_the_server_stays_away(own_server: Server, monkey
     client.close()
 
 
-def test_what_a_handler_changed_on_a_borrowed_connection_does_not_stay(client: awa.Client) -> None:
+def test_what_a_handler_changed_on_a_borrowed_connection_does_not_stay(database: str) -> None:
     """Guard: what is returned is put right. Without it the next insert was rolled back, and nobody was told."""
+    client = awa.Client(database, pool_size=1)
     with client.connection() as conn:
         conn.autocommit = False
         conn.isolation_level = psycopg.IsolationLevel.SERIALIZABLE
@@ -339,3 +340,4 @@ def test_what_a_handler_changed_on_a_borrowed_connection_does_not_stay(client: a
     with client.connection() as conn:
         assert conn.autocommit
         assert conn.execute("SHOW transaction_isolation").fetchone() == ("read committed",)
+    client.close()
