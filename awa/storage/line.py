@@ -14,12 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import psycopg
-from psycopg import Connection
 from psycopg.pq import ConnStatus, DiagnosticField, ExecStatus, Format
 
 from awa._core import Attempt, Flush, Handler, decode_batch, int2_array, text_array
 from awa.errors import RuntimeGone, StorageNotTrusted
-from awa.storage.backends import backend_of
 from awa.storage.pool import read_only
 from awa.storage.schema import Schema
 from awa.storage.trust import connect_trusted, rebase_command
@@ -140,9 +138,9 @@ class Line:
         self._kinds = text_array(sorted(handlers))
         self._schema = schema
         self._patience = patience
-        self._connection: Connection = connect_trusted(conninfo, schema, name="worker", answer_within=patience())
+        self._connection = connect_trusted(conninfo, schema, name="worker", answer_within=patience())
         try:
-            self.backend = backend_of(self._connection)
+            self.backend = self._connection.backend
             """The server's process; it may outlive the connection."""
             self._prepare()
         except BaseException:

@@ -17,6 +17,8 @@ from psycopg.pq import Conninfo, ConnStatus
 from psycopg.rows import TupleRow, tuple_row
 
 from awa.errors import DatabaseNotFound
+from awa.storage import backends
+from awa.storage.backends import Backend
 
 if TYPE_CHECKING:
     from psycopg_pool import ConnectionPool
@@ -51,6 +53,8 @@ class OwnConnection(Connection[TupleRow]):
     """Seconds that the server may take to answer; then the connection counts as lost. None: as long as it takes."""
     is_deaf = False
     """It was given up so."""
+    backend: Backend | None = None
+    """The server's process."""
 
     def wait(self, gen: Generator[Any, Any, T], *args: Any, **options: Any) -> T:
         """What psycopg does whenever it waits for the server."""
@@ -67,6 +71,7 @@ class OwnConnection(Connection[TupleRow]):
                 if not ready and time.monotonic() > until:
                     gen.close()
                     self.is_deaf = True
+                    _given_up.add(self)
                     self.pgconn.finish()
                     raise psycopg.OperationalError(
                         f"the server has not answered for {seconds:g} s: the connection is given up, and what became "
@@ -76,6 +81,49 @@ class OwnConnection(Connection[TupleRow]):
         except StopIteration as end:
             answer: T = end.value
             return answer
+
+
+class GivenUp:
+    """The server's processes of connections that were given up.
+
+    Each may wait on for what it waited for, a lock perhaps or a synchronous standby, and does not notice that nobody
+    is there any more. So the next connection ends it; otherwise they would add up, one for every try.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._backends: list[tuple[tuple[str, int], Backend]] = []  # guarded by _lock
+
+    def add(self, connection: OwnConnection) -> None:
+        """Note that *connection* is given up, which is still open here."""
+        if connection.backend is not None:
+            with self._lock:
+                self._backends = [*self._backends[-100:], (_server_of(connection), connection.backend)]
+
+    def end(self, connection: OwnConnection) -> None:
+        """End those of the server of *connection*."""
+        if not self._backends:
+            return
+        here = _server_of(connection)
+        with self._lock:
+            found = [backend for server, backend in self._backends if server == here]
+            self._backends = [(server, backend) for server, backend in self._backends if server != here]
+        for backend in found:
+            connection.execute(backends.END, {"pid": backend.pid, "started_at": backend.started_at})
+
+
+def _server_of(connection: Connection[Any]) -> tuple[str, int]:
+    return connection.info.host, connection.info.port
+
+
+_given_up = GivenUp()
+
+
+def _begin(connection: OwnConnection) -> None:
+    """What every connection of the library's own begins with."""
+    connection.execute(_SESSION)
+    _given_up.end(connection)
+    connection.backend = backends.backend_of(connection)
 
 
 @contextmanager
@@ -113,7 +161,7 @@ def connect(
     try:
         if writes and is_read_only(connection):
             raise read_only(connection)
-        connection.execute(_SESSION)
+        _begin(connection)
     except BaseException:
         connection.close()
         raise
@@ -335,7 +383,7 @@ RECONNECT_TIMEOUT = 1.0
 
 def _configure(connection: OwnConnection) -> None:
     connection.answer_within = ANSWER_WITHIN
-    connection.execute(_SESSION)
+    _begin(connection)
     connection.answer_within = None
 
 

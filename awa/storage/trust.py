@@ -15,7 +15,7 @@ from psycopg import Connection
 from psycopg.rows import tuple_row
 
 from awa.errors import StorageNotTrusted
-from awa.storage.pool import ANSWER_WITHIN, connect
+from awa.storage.pool import ANSWER_WITHIN, OwnConnection, connect
 from awa.storage.reach import find_unreachable, whole_storage
 from awa.storage.schema import Schema
 
@@ -53,7 +53,7 @@ def read_origin(conn: Connection[Any], schema: Schema) -> tuple[Origin, Origin |
 
 def connect_trusted(
     conninfo: str, schema: Schema, *, name: str, answer_within: float | None = ANSWER_WITHIN
-) -> Connection:
+) -> OwnConnection:
     """As :func:`awa.storage.pool.connect`, to a server whose rows are its own.
 
     Raises:

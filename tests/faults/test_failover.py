@@ -22,6 +22,7 @@ from psycopg.conninfo import make_conninfo
 import awa
 from awa.embedded import Binaries, Server, _create_directory
 from awa.errors import DatabaseNotFound
+from awa.storage import line, pool
 from awa.storage.migrate import migrate
 from awa.storage.pool import Pool, connect
 from awa.storage.schema import Schema
@@ -153,6 +154,46 @@ def test_worker_and_client_go_on_at_the_promoted_standby_and_nothing_acknowledge
         assert worker.wait(30) == 0, worker.stderr
         assert "another cluster" not in worker.stderr
         assert "came from" not in worker.stderr
+    client.close()
+
+
+@pytest.mark.slow
+def test_a_synchronous_standby_that_is_away_holds_up_and_costs_nothing(
+    pair: Pair, start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every commit waits for it, the heartbeat's too. Guards: what was given up is ended, so that connections do not
+    add up; a flush is sent again under its number; nobody is fenced, since a fence would have to commit."""
+    monkeypatch.setattr(line, "REPLY_TIMEOUT", 1.0)
+    monkeypatch.setattr(pool, "ANSWER_WITHIN", 1.0)
+    client = awa.Client(pair.primary.url())
+    runs: list[int] = []
+
+    @client.task()
+    def work() -> None:
+        runs.append(awa.current_job().id)
+
+    worker = start_worker(client, threads=4, heartbeat=0.5, stale_after=2.0)
+    runtime = worker.runtime
+    jobs = client.insert_many([work.bind() for _ in range(20)])
+    with open_directly(pair.primary) as conn:
+        conn.execute("SET synchronous_commit = local")
+        wait_until(lambda: len(completed(conn)) == len(jobs), timeout=20)
+        pair.standby.stop("immediate")
+        with pytest.raises(psycopg.OperationalError, match="has not answered"):
+            client.insert(work.bind())
+        until = time.monotonic() + 5
+        most = 0
+        while time.monotonic() < until:
+            most = max(most, count(conn, "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE 'awa %'"))
+            time.sleep(0.05)
+        assert most < 10
+        pair.standby.start()
+        jobs += client.insert_many([work.bind() for _ in range(20)])
+        wait_until(lambda: {job.id for job in jobs} <= set(completed(conn)), timeout=30)
+        assert len(runs) == len(set(runs))
+        time.sleep(2.5)  # longer than stale_after
+        assert count(conn, "SELECT count(*) FROM awa.gone_runtimes") == 0
+    assert worker.runtime == runtime
     client.close()
 
 

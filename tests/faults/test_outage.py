@@ -273,6 +273,35 @@ def test_backends_that_are_ended_at_random_cost_nothing(
     assert count(conn, "SELECT count(*) FROM awa.gone_runtimes") == 0
 
 
+def test_a_lock_that_keeps_the_heartbeat_waiting_does_not_pile_up_connections(
+    client: awa.Client, start_worker: StartWorker, conn: Conn, database: str
+) -> None:
+    """Guard: GivenUp. Without it a process of the server waits on for every try: five of them after six seconds.
+
+    The other holds ACCESS EXCLUSIVE on the table, for which each heartbeat's UPDATE waits; it is given up after two
+    intervals, and the next connection ends it. Nobody can be fenced meanwhile: a fence reads that table.
+    """
+
+    @client.task()
+    def work() -> None: ...
+
+    worker = start_worker(client, threads=2, heartbeat=0.5, stale_after=20)
+    runtime = worker.runtime
+    query = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name = %s"
+    wait_until(lambda: count(conn, query, "awa heartbeat") == 1, timeout=20)
+    most = 0
+    with psycopg.connect(database) as other:
+        other.execute("LOCK TABLE awa.runtime_instances IN ACCESS EXCLUSIVE MODE")
+        until = time.monotonic() + 6
+        while time.monotonic() < until:
+            most = max(most, count(conn, query, "awa heartbeat"))
+            time.sleep(0.05)
+    assert 1 <= most <= 2
+    seen = conn.execute("SELECT last_seen_at FROM awa.runtime_instances").fetchone()
+    wait_until(lambda: conn.execute("SELECT last_seen_at FROM awa.runtime_instances").fetchone() != seen, timeout=20)
+    assert worker.runtime == runtime
+
+
 @pytest.mark.slow
 def test_a_client_rides_over_a_restart(own_server: Server, caplog: pytest.LogCaptureFixture) -> None:
     """Guards: the look at a pooled connection before it is lent: without it an insert failed for each. And the pool's
