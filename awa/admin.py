@@ -13,6 +13,7 @@ from awa.job import JobState
 from awa.storage import control, listing, queues
 from awa.storage.control import Controlled
 from awa.storage.listing import JobPage, Position
+from awa.storage.pool import repeated
 from awa.storage.queues import Count
 from awa.storage.schema import Schema
 from awa.storage.snapshot import one_snapshot
@@ -104,7 +105,7 @@ class Admin:
         """
         job_id, queue = options.check_job_id(job_id), options.check_queue(queue)
         with self._connection() as conn:
-            return control.move_job(conn, self._schema, job_id, queue)
+            return repeated(lambda: control.move_job(conn, self._schema, job_id, queue))
 
 
 def _check_state(state: object) -> JobState:

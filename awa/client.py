@@ -20,7 +20,7 @@ from awa.retry import RetryPolicy
 from awa.storage import control, jobs
 from awa.storage.control import Controlled
 from awa.storage.jobs import JobInfo
-from awa.storage.pool import Pool
+from awa.storage.pool import Pool, repeated
 from awa.storage.schema import Schema
 from awa.version import VERSION
 
@@ -86,7 +86,7 @@ class Client:
         self._on_stop: list[Callable[[], object]] = []
         self.registry = Registry()
         """The tasks that were declared."""
-        self._producer = Producer(self.registry, self._defaults, self._schema, self._notify, self.connection)
+        self._producer = Producer(self.registry, self._defaults, self._schema, self._notify, self._own)
 
     @property
     def said(self) -> frozenset[str]:
@@ -246,7 +246,7 @@ class Client:
             ValidationError: *job_id* can be no job's id.
         """
         job_id = options.check_job_id(job_id)
-        with self.connection() as conn:
+        with self._own() as conn:
             return jobs.get_job(conn, self._schema, JobId(job_id))
 
     @property
@@ -254,7 +254,7 @@ class Client:
         """For operators: lists of jobs, counts of queues, moving a job."""
         from awa.admin import Admin
 
-        return Admin(self._schema, self.connection)
+        return Admin(self._schema, self._own)
 
     # --- controlling ------------------------------------------------------------------------------------------------
 
@@ -279,8 +279,8 @@ class Client:
         """
         job_id, reason = options.check_job_id(job_id), options.check_reason(reason)
         force = options.check_flag(force, "force")
-        with self.connection() as conn:
-            return control.cancel_job(conn, self._schema, job_id, reason=reason, force=force)
+        with self._own() as conn:
+            return repeated(lambda: control.cancel_job(conn, self._schema, job_id, reason=reason, force=force))
 
     # --- working ----------------------------------------------------------------------------------------------------
 
@@ -361,6 +361,12 @@ class Client:
         from awa.embedded import find_or_start_database
 
         return find_or_start_database(self._database).conninfo
+
+    @contextmanager
+    def _own(self) -> Iterator[Connection]:
+        """A pooled connection for the library's own statements."""
+        with self._connections().own() as conn:
+            yield conn
 
     def _connections(self) -> Pool:
         if self._pool is None:

@@ -9,8 +9,8 @@
       StaleAttempt                   the attempt was taken over
       RuntimeGone                    this worker was taken for dead and rescued
       SchemaNotMigrated, SchemaTooNew, StorageNotTrusted
-      DatabaseNotFound               there is no server to talk to
-      ShutdownTimeout                handlers outlived the grace period
+      DatabaseNotFound               there is no server to talk to, or it refuses to write
+      ShutdownTimeout                handlers, or an outage, outlived the grace period
       TerminalError                  raised by a handler: fail now, without retry
       DeadlineExceeded               raised in a handler whose time is up
 
@@ -115,11 +115,11 @@ class StorageNotTrusted(_SchemaMismatch):
 
 
 class DatabaseNotFound(AwaError):
-    """There is no database to talk to; the message names where it was looked for."""
+    """There is no database to talk to, or none that can be written to; the message names where it was looked for."""
 
 
 class ShutdownTimeout(AwaError):
-    """Handlers outlived the grace period.
+    """Handlers outlived the grace period, or the database was away until it was over.
 
     Attributes:
         job_ids: The jobs that were still running; they will be rescued.

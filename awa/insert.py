@@ -19,6 +19,7 @@ from awa.job import JobId
 from awa.registry import BoundArgs, Registry, Task, TaskOptions
 from awa.storage import jobs
 from awa.storage.jobs import JobInfo, JobRow
+from awa.storage.pool import repeated
 from awa.storage.schema import Schema
 
 FIRST_LOOK = 500
@@ -241,15 +242,17 @@ class Producer:
         if conn is not None:
             return jobs.insert_job(lent(conn), self.schema, row, notify=self.notify)
         with self.own() as borrowed:
-            return jobs.insert_job(borrowed, self.schema, row, notify=self.notify)
+            return repeated(lambda: jobs.insert_job(borrowed, self.schema, row, notify=self.notify))
 
     def insert_many(self, items: Iterable[object], conn: Lent | None) -> list[JobId]:
         """Write a batch by one statement, all or nothing; ids in the order of *items*."""
         rows = [self._at(position, item) for position, item in enumerate(_several(items))]
         if not rows:
             return []
-        with self._writing(conn) as writing:
-            return jobs.insert_jobs(writing, self.schema, rows, notify=self.notify)
+        if conn is not None:
+            return jobs.insert_jobs(lent(conn), self.schema, rows, notify=self.notify)
+        with self.own() as borrowed:
+            return repeated(lambda: jobs.insert_jobs(borrowed, self.schema, rows, notify=self.notify))
 
     def insert_many_copy(self, items: Iterable[object], conn: Lent | None) -> int:
         """Write jobs by COPY, all or nothing; they are validated as they stream."""

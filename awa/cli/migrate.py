@@ -13,6 +13,7 @@ from awa.config import load_settings
 from awa.embedded import find_or_start_database
 from awa.errors import AwaError
 from awa.storage import migrate as migrations
+from awa.storage.pool import connect
 from awa.storage.schema import Schema
 
 
@@ -51,7 +52,7 @@ def migrate(
         return
 
     address = find_or_start_database(database).conninfo
-    with psycopg.connect(address, autocommit=True, fallback_application_name="awa migrate") as conn:
+    with connect(address, name="migrate", answer_within=None, writes=not show_status) as conn:
         if show_status:
             status = migrations.status(conn, schema)
             click.echo(json.dumps(_status_facts(schema, status)) if as_json else _status_text(schema, status))

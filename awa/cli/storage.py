@@ -44,7 +44,7 @@ def _options(command: Command) -> Command:
 @contextmanager
 def _connected(database: str | None, schema_name: str | None) -> Iterator[tuple[Connection, Schema]]:
     schema = Schema(load_settings(flags={"schema": schema_name}).schema)
-    with connect(find_or_start_database(database).conninfo, name="storage") as conn:
+    with connect(find_or_start_database(database).conninfo, name="storage", answer_within=None, writes=False) as conn:
         check_schema(conn, schema)
         yield conn, schema
 

@@ -10,16 +10,15 @@ from __future__ import annotations
 import select
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import psycopg
-from psycopg import Connection
 from psycopg.pq import ConnStatus, DiagnosticField, ExecStatus, Format
 
 from awa._core import Attempt, Flush, Handler, decode_batch, int2_array, text_array
 from awa.errors import RuntimeGone, StorageNotTrusted
-from awa.storage.backends import backend_of
+from awa.storage.pool import read_only
 from awa.storage.schema import Schema
 from awa.storage.trust import connect_trusted, rebase_command
 
@@ -52,6 +51,11 @@ ARMED, BUSY, COME_AGAIN, ALONE = 1, 2, 4, 8
 
 REPLY_TIMEOUT = 60.0
 """Seconds after which a server that does not answer counts as lost."""
+
+
+def reply_timeout() -> float:
+    """The same, for a line that nobody waits for."""
+    return REPLY_TIMEOUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,19 +118,29 @@ class Line:
     """A worker's claim connection.
 
     Args:
-        kinds: Kind -> handler; the claims name these kinds.
+        handlers: Kind -> handler; the claims name these kinds.
+        patience: Gives the seconds after which a server that does not answer counts as lost; asked while waiting.
 
     Raises:
+        DatabaseNotFound: No server lets us in that can be written to.
         StorageNotTrusted: The rows belong to another cluster; see :mod:`awa.storage.trust`.
     """
 
-    def __init__(self, conninfo: str, schema: Schema, handlers: Mapping[str, Handler]) -> None:
+    def __init__(
+        self,
+        conninfo: str,
+        schema: Schema,
+        handlers: Mapping[str, Handler],
+        *,
+        patience: Callable[[], float] = reply_timeout,
+    ) -> None:
         self._handlers = {kind.encode(): handler for kind, handler in handlers.items()}
         self._kinds = text_array(sorted(handlers))
         self._schema = schema
-        self._connection: Connection = connect_trusted(conninfo, schema, name="worker")
+        self._patience = patience
+        self._connection = connect_trusted(conninfo, schema, name="worker", answer_within=patience())
         try:
-            self.backend = backend_of(self._connection)
+            self.backend = self._connection.backend
             """The server's process; it may outlive the connection."""
             self._prepare()
         except BaseException:
@@ -136,21 +150,24 @@ class Line:
     def _prepare(self) -> None:
         self._connection.execute(f"LISTEN {self._schema.channel}")
         self._pg = self._connection.pgconn
-        for name, text in (
-            (b"settle", SETTLE),
-            (b"claim", CLAIM),
-            (b"fetch", FETCH_ARGS),
-            (b"unlock", UNLOCK_BELL),
-            (b"help", ASK_FOR_HELP),
-        ):
-            result = self._pg.prepare(b"awa_" + name, self._schema.sql(text).encode())
-            if result.status != ExecStatus.COMMAND_OK:
-                raise psycopg.errors.error_from_result(result)
         self._pg.nonblocking = 1
         self._pg.enter_pipeline_mode()
         self._poll = select.poll()
         self._poll.register(self._pg.socket, select.POLLIN)
         self._notified: list[str] = []
+        statements = {
+            b"settle": SETTLE,
+            b"claim": CLAIM,
+            b"fetch": FETCH_ARGS,
+            b"unlock": UNLOCK_BELL,
+            b"help": ASK_FOR_HELP,
+        }
+        for name, text in statements.items():
+            self._pg.send_prepare(b"awa_" + name, self._schema.sql(text).encode())
+            self._pg.pipeline_sync()
+        self._flush_out()
+        for _ in statements:
+            self._receive()
 
     def close(self) -> None:
         """Close the connection; its bells and locks go with it."""
@@ -164,6 +181,7 @@ class Line:
                 the claims is unknown.
             RuntimeGone: Somebody fenced this runtime.
             StorageNotTrusted: The rows come from another cluster.
+            DatabaseNotFound: The server refuses to write; what it did before it began to is unknown.
         """
         number = struct.pack(">q", runtime)
         for flush in flushes:
@@ -214,6 +232,8 @@ class Line:
                 # the bell outlives the transaction, and nobody would know that it is held
                 self._ask(b"unlock", [want.queue.encode()])
         for lost in (*(settled.error for settled in reply.settled), *(claimed.error for claimed in reply.claims)):
+            if isinstance(lost, psycopg.errors.ReadOnlySqlTransaction):
+                raise read_only(self._connection) from lost
             if lost is not None and lost.sqlstate == "AWA01":
                 raise RuntimeGone(
                     f"runtime {runtime} was silent for too long and its attempts were rescued", runtime=runtime
@@ -280,10 +300,10 @@ class Line:
         self._pg.pipeline_sync()
 
     def _flush_out(self) -> None:
-        until = time.monotonic() + REPLY_TIMEOUT
+        began = time.monotonic()
         while self._pg.flush():
-            if time.monotonic() > until:
-                raise psycopg.OperationalError(f"the server has taken nothing for {REPLY_TIMEOUT:.0f} seconds")
+            if time.monotonic() - began > (patience := self._patience()):
+                raise psycopg.OperationalError(f"the server has taken nothing for {patience:.0f} seconds")
             self._poll.modify(self._pg.socket, select.POLLIN | select.POLLOUT)
             self._poll.poll(1000)
             self._poll.modify(self._pg.socket, select.POLLIN)
@@ -315,12 +335,12 @@ class Line:
         return rows
 
     def _next_result(self) -> psycopg.pq.abc.PGresult | None:
-        until = time.monotonic() + REPLY_TIMEOUT
+        began = time.monotonic()
         while self._pg.is_busy():
-            left = until - time.monotonic()
+            left = began + (patience := self._patience()) - time.monotonic()
             if left <= 0:
-                raise psycopg.OperationalError(f"the server has not answered for {REPLY_TIMEOUT:.0f} seconds")
-            if self._poll.poll(left * 1000):
+                raise psycopg.OperationalError(f"the server has not answered for {patience:.0f} seconds")
+            if self._poll.poll(min(left, 1.0) * 1000):
                 self._pg.consume_input()
         result = self._pg.get_result()
         if result is None and self._pg.status != ConnStatus.OK:

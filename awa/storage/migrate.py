@@ -28,6 +28,7 @@ from psycopg import errors
 from psycopg.rows import class_row, tuple_row
 
 from awa.errors import AwaError, ConfigError, SchemaNotMigrated, SchemaTooNew, StorageNotTrusted
+from awa.storage.pool import connect
 from awa.storage.schema import Schema
 
 OLDEST_SUPPORTED = 13
@@ -166,7 +167,7 @@ def migrate(
     if not lock_timeout >= 0.001:
         raise ConfigError(f"lock_timeout is {lock_timeout!r}: give seconds, at least 0.001")
     if isinstance(database, str):
-        with psycopg.connect(database, autocommit=True, fallback_application_name="awa migrate") as conn:
+        with connect(database, name="migrate", answer_within=None) as conn:
             return migrate(conn, schema, migrations=migrations, lock_timeout=lock_timeout, patience=patience)
     if database.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
         raise ConfigError("migrate commits each step by itself: give it a connection that is not in a transaction")

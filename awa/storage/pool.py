@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import os
+import random
+import select
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
 from psycopg import Connection
-from psycopg.pq import Conninfo
+from psycopg.pq import Conninfo, ConnStatus
+from psycopg.rows import TupleRow, tuple_row
 
 from awa.errors import DatabaseNotFound
+from awa.storage import backends
+from awa.storage.backends import Backend
 
 if TYPE_CHECKING:
     from psycopg_pool import ConnectionPool
+
+T = TypeVar("T")
 
 # What the network does not tell: a server that vanished is noticed within about half a minute.
 _DEFAULTS = {
@@ -30,30 +38,184 @@ _DEFAULTS = {
 _SESSION = "SET SESSION CHARACTERISTICS AS TRANSACTION ISOLATION LEVEL READ COMMITTED"
 
 
-def connect(conninfo: str, *, name: str) -> Connection:
+ANSWER_WITHIN = 60.0
+"""Seconds that a statement of the library's own may take. A peer that acknowledges what it gets and never answers (a
+frozen proxy or server) looks alive to the network."""
+
+TRIES = 8
+"""How often a statement of the library's own is sent that met a deadlock or a serialization failure."""
+
+
+class OwnConnection(Connection[TupleRow]):
+    """A connection that does not wait for ever."""
+
+    answer_within: float | None = None
+    """Seconds that the server may take to answer; then the connection counts as lost. None: as long as it takes."""
+    is_deaf = False
+    """It was given up so."""
+    backend: Backend | None = None
+    """The server's process."""
+
+    def wait(self, gen: Generator[Any, Any, T], *args: Any, **options: Any) -> T:
+        """What psycopg does whenever it waits for the server."""
+        if self.answer_within is None:
+            return super().wait(gen, *args, **options)
+        return super().wait(self._bounded(gen, self.answer_within), *args, **options)
+
+    def _bounded(self, gen: Generator[Any, Any, T], seconds: float) -> Generator[Any, Any, T]:
+        until = time.monotonic() + seconds
+        try:
+            state = next(gen)
+            while True:
+                ready = yield state  # nothing is ready: asked again ten times a second
+                if not ready and time.monotonic() > until:
+                    gen.close()
+                    self.is_deaf = True
+                    _given_up.add(self)
+                    self.pgconn.finish()
+                    raise psycopg.OperationalError(
+                        f"the server has not answered for {seconds:g} s: the connection is given up, and what became "
+                        "of the statement is unknown"
+                    )
+                state = gen.send(ready)
+        except StopIteration as end:
+            answer: T = end.value
+            return answer
+
+
+class GivenUp:
+    """The server's processes of connections that were given up.
+
+    Each may wait on for what it waited for, a lock perhaps or a synchronous standby, and does not notice that nobody
+    is there any more. So the next connection ends it; otherwise they would add up, one for every try.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._backends: list[tuple[tuple[str, int], Backend]] = []  # guarded by _lock
+
+    def add(self, connection: OwnConnection) -> None:
+        """Note that *connection* is given up, which is still open here."""
+        if connection.backend is not None:
+            with self._lock:
+                self._backends = [*self._backends[-100:], (_server_of(connection), connection.backend)]
+
+    def end(self, connection: OwnConnection) -> None:
+        """End those of the server of *connection*."""
+        if not self._backends:
+            return
+        here = _server_of(connection)
+        with self._lock:
+            found = [backend for server, backend in self._backends if server == here]
+            self._backends = [(server, backend) for server, backend in self._backends if server != here]
+        for backend in found:
+            connection.execute(backends.END, {"pid": backend.pid, "started_at": backend.started_at})
+
+
+def _server_of(connection: Connection[Any]) -> tuple[str, int]:
+    return connection.info.host, connection.info.port
+
+
+_given_up = GivenUp()
+
+
+def _begin(connection: OwnConnection) -> None:
+    """What every connection of the library's own begins with."""
+    connection.execute(_SESSION)
+    _given_up.end(connection)
+    connection.backend = backends.backend_of(connection)
+
+
+@contextmanager
+def patiently(conn: Connection[Any]) -> Iterator[None]:
+    """A block in which statements may take as long as they take: they read everything, or rewrite it."""
+    if not isinstance(conn, OwnConnection):
+        yield
+        return
+    before, conn.answer_within = conn.answer_within, None
+    try:
+        yield
+    finally:
+        conn.answer_within = before
+
+
+def connect(
+    conninfo: str, *, name: str, answer_within: float | None = ANSWER_WITHIN, writes: bool = True
+) -> OwnConnection:
     """A connection of the library's own: autocommit, READ COMMITTED.
 
     Args:
         name: What it is for, as ``pg_stat_activity`` shows it after ``awa``, unless the user has a name of his own.
+        answer_within: Seconds that a statement may take; None: as long as it takes.
+        writes: Whether a server that refuses to write is refused.
 
     Raises:
-        DatabaseNotFound: The server does not answer or does not let us in; the cause is psycopg's error.
+        DatabaseNotFound: The server does not answer, does not let us in, or is read-only; the cause is psycopg's error.
     """
     try:
-        connection: Connection = psycopg.connect(conninfo, autocommit=True, **_unless_given(conninfo, name))
+        connection = OwnConnection.connect(conninfo, autocommit=True, **_unless_given(conninfo, name))
     except psycopg.OperationalError as error:
         said = " ".join(str(error).split())
         raise DatabaseNotFound(f"no connection to the database{_where(conninfo)}: {said}: {_advice(said)}") from error
-    connection.execute(_SESSION)
+    connection.answer_within = answer_within
+    try:
+        if writes and is_read_only(connection):
+            raise read_only(connection)
+        _begin(connection)
+    except BaseException:
+        connection.close()
+        raise
     return connection
 
 
 def _unless_given(conninfo: str, name: str) -> dict[str, Any]:
     """Our defaults, as far as neither *conninfo* nor libpq's environment says something else."""
-    given = set(psycopg.conninfo.conninfo_to_dict(conninfo))
-    given |= {option.keyword.decode() for option in Conninfo.get_defaults() if option.val is not None}
-    ours = _DEFAULTS | {"fallback_application_name": f"awa {name}"}
-    return {key: value for key, value in ours.items() if key not in given}
+    said = psycopg.conninfo.conninfo_to_dict(conninfo)
+    defaults = {option.keyword.decode(): option.val for option in Conninfo.get_defaults() if option.val is not None}
+    ours: dict[str, Any] = {**_DEFAULTS, "fallback_application_name": f"awa {name}"}
+    ours = {key: value for key, value in ours.items() if key not in said and key not in defaults}
+    # libpq has a default of its own here, which takes whichever host answers first
+    is_said = "target_session_attrs" in said or os.environ.get("PGTARGETSESSIONATTRS")
+    if _has_several_hosts(conninfo) and not is_said:
+        ours["target_session_attrs"] = "read-write"
+    return ours
+
+
+def _has_several_hosts(conninfo: str) -> bool:
+    said = psycopg.conninfo.conninfo_to_dict(conninfo)
+    hosts = [said.get(key) or os.environ.get(f"PG{key.upper()}") for key in ("host", "hostaddr")]
+    return any("," in str(host) for host in hosts if host)
+
+
+def is_read_only(conn: Connection[Any]) -> bool:
+    """Whether the server has told that it refuses to write here: it tells at the beginning, and of every change."""
+    return "on" in (
+        conn.info.parameter_status("in_hot_standby"),
+        conn.info.parameter_status("default_transaction_read_only"),
+    )
+
+
+def read_only(conn: Connection[Any]) -> DatabaseNotFound:
+    """What to say when the server of *conn* refuses to write."""
+    why = "is a standby" if conn.info.parameter_status("in_hot_standby") == "on" else "refuses to write"
+    return DatabaseNotFound(
+        f"the server{_where(conn.info.dsn)} {why} (it is read-only): name the primary, or all hosts with a comma "
+        "between them and whichever can be written to is found; or see its default_transaction_read_only"
+    )
+
+
+def repeated(call: Callable[[], T]) -> T:
+    """What *call* gives; it is made again when it met a deadlock or a serialization failure, which undid all of it.
+
+    Args:
+        call: Runs statements of the library's own in a transaction of their own, and uses nothing up.
+    """
+    for attempt in range(1, TRIES):
+        try:
+            return call()
+        except (psycopg.errors.SerializationFailure, psycopg.errors.DeadlockDetected):
+            time.sleep(random.uniform(0.0, 0.01 * 2**attempt))
+    return call()
 
 
 def _where(conninfo: str) -> str:
@@ -71,7 +233,10 @@ def _advice(said: str) -> str:
 
 
 _ADVICE = (
+    ("session is read-only", "none of the hosts can be written to: promote one, or see default_transaction_read_only"),
+    ("is in hot standby mode", "name the primary too, or promote this server"),
     ("starting up", "try again in a moment"),
+    ("not yet accepting connections", "try again in a moment"),
     ("shutting down", "start the server again"),
     ("too many clients", "raise max_connections of the server, or lower threads and pool_size"),
     ("remaining connection slots", "raise max_connections of the server, or lower threads and pool_size"),
@@ -97,10 +262,10 @@ class Pool:
         self._conninfo = conninfo
         self._size = size
         self._lock = threading.Lock()
-        self._pool: ConnectionPool | None = None  # guarded by _lock
+        self._pool: ConnectionPool[OwnConnection] | None = None  # guarded by _lock
         self._pid = 0  # guarded by _lock
 
-    def _mine(self) -> ConnectionPool:
+    def _mine(self) -> ConnectionPool[OwnConnection]:
         pool = self._pool
         if pool is not None and self._pid == os.getpid():
             return pool
@@ -109,19 +274,25 @@ class Pool:
 
         with self._lock:
             if self._pool is None or self._pid != os.getpid():
-                # says at once, and why, when there is no server; the pool itself would try for half a minute
-                connect(self._conninfo, name="client").close()
+                self._say_what_is_wrong()  # at once; the pool itself would try for half a minute
                 self._pool = ConnectionPool(
                     self._conninfo,
+                    connection_class=OwnConnection,
                     min_size=1,
                     max_size=self._size,
                     kwargs={"autocommit": True} | _unless_given(self._conninfo, "client"),
                     configure=_configure,
                     open=True,
                     name=f"awa-{os.getpid()}",
+                    # Its pauses double for as long as it tries. Given up, it tries again as soon as somebody asks.
+                    reconnect_timeout=RECONNECT_TIMEOUT,
+                    reconnect_failed=_go_on,
                 )
                 self._pid = os.getpid()
             return self._pool
+
+    def _say_what_is_wrong(self) -> None:
+        connect(self._conninfo, name="client", writes=False).close()
 
     @contextmanager
     def connection(self) -> Iterator[Connection]:
@@ -130,20 +301,72 @@ class Pool:
         Raises:
             DatabaseNotFound: No server lets us in, or all connections stayed in use for 30 s.
         """
-        from psycopg_pool import PoolTimeout
-
-        pool = self._mine()
-        try:
-            connection = pool.getconn()
-        except PoolTimeout as error:
-            raise DatabaseNotFound(
-                f"no connection came free within {pool.timeout:.0f} s: all {self._size} of this process are in use, or "
-                "the server does not answer; see pool_size of awa.Client"
-            ) from error
+        pool, connection = self._borrow()
         try:
             yield connection
         finally:
+            _restore(connection)  # not the pool's reset, which has it returned by another thread, and later
             pool.putconn(connection)
+
+    @contextmanager
+    def own(self) -> Iterator[Connection]:
+        """The same for statements of the library's own, which are answered within :data:`ANSWER_WITHIN` seconds.
+
+        Raises:
+            DatabaseNotFound: As :meth:`connection` does; or the server is read-only.
+        """
+        pool, connection = self._borrow()
+        connection.answer_within = ANSWER_WITHIN
+        try:
+            yield connection
+        except psycopg.errors.ReadOnlySqlTransaction as error:
+            pool.drain()  # the next may lead to another server
+            raise read_only(connection) from error
+        except psycopg.OperationalError:
+            if connection.is_deaf:
+                pool.drain()  # each of the others would cost somebody as long
+            raise
+        finally:
+            connection.answer_within = None
+            pool.putconn(connection)
+
+    def _borrow(self) -> tuple[ConnectionPool[OwnConnection], OwnConnection]:
+        from psycopg_pool import PoolTimeout
+
+        pool = self._mine()
+        until = time.monotonic() + pool.timeout
+        while True:
+            try:
+                connection = pool.getconn(until - time.monotonic())
+            except PoolTimeout as error:
+                self._say_what_is_wrong()
+                raise DatabaseNotFound(
+                    f"no connection came free within {pool.timeout:.0f} s: all {self._size} of this process are in use;"
+                    " see pool_size of awa.Client"
+                ) from error
+            if not self._is_lost(connection):
+                return pool, connection
+            connection.close()
+            pool.putconn(connection)  # it opens another in its place
+
+    def _is_lost(self, connection: OwnConnection) -> bool:
+        """Whether a connection that lay in the pool has ended meanwhile, as far as its server has told.
+
+        One look at its socket, without asking: after a restart of the server every connection of the pool has ended,
+        and each would cost somebody a failed statement.
+        """
+        pgconn = connection.pgconn
+        poll = select.poll()
+        poll.register(pgconn.socket, select.POLLIN)
+        try:
+            while poll.poll(0):
+                pgconn.consume_input()
+                pgconn.is_busy()  # reads what came: a change of a setting, or why the server ended it
+                if pgconn.status != ConnStatus.OK:
+                    return True
+        except psycopg.OperationalError:
+            return True
+        return is_read_only(connection) and _has_several_hosts(self._conninfo)
 
     def close(self) -> None:
         """Close every connection of this process. The pool opens again when it is used again."""
@@ -154,5 +377,31 @@ class Pool:
             pool.close()
 
 
-def _configure(connection: Connection) -> None:
-    connection.execute(_SESSION)
+RECONNECT_TIMEOUT = 1.0
+"""Seconds after which the pool gives up an attempt to connect, and begins anew for whoever waits."""
+
+
+def _configure(connection: OwnConnection) -> None:
+    connection.answer_within = ANSWER_WITHIN
+    _begin(connection)
+    connection.answer_within = None
+
+
+def _restore(connection: OwnConnection) -> None:
+    """Undo what a borrower changed: the next one's insert would not be committed, or be read as something else."""
+    connection.row_factory = tuple_row
+    connection.cursor_factory = psycopg.Cursor
+    is_changed = (connection.isolation_level, connection.read_only, connection.deferrable) != (None, None, None)
+    if connection.autocommit and not is_changed:
+        return
+    try:
+        connection.rollback()
+        connection.autocommit = True
+        connection.isolation_level = connection.read_only = connection.deferrable = None
+    except psycopg.Error:
+        connection.close()  # the pool opens another in its place
+
+
+def _go_on(pool: ConnectionPool[Any]) -> None:
+    if pool.get_stats().get("requests_waiting"):
+        pool.check()  # it grows again

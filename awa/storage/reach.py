@@ -14,6 +14,7 @@ from typing import Any
 from psycopg import Connection
 from psycopg.rows import class_row
 
+from awa.storage.pool import patiently
 from awa.storage.schema import Schema
 
 # A segment that is emptied after the snapshot would look empty in it too; the lock comes first, and truncates wait.
@@ -33,7 +34,7 @@ def whole_storage(conn: Connection[Any], schema: Schema, *, mode: str = "READ CO
     Args:
         mode: Its isolation level, as ``SET TRANSACTION ISOLATION LEVEL`` takes it.
     """
-    with conn.transaction():
+    with patiently(conn), conn.transaction():
         conn.execute(f"SET TRANSACTION ISOLATION LEVEL {mode}")
         conn.execute(PLAN_BY_HASH)
         conn.execute(schema.sql(KEEP_SEGMENTS))

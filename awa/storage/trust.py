@@ -15,7 +15,7 @@ from psycopg import Connection
 from psycopg.rows import tuple_row
 
 from awa.errors import StorageNotTrusted
-from awa.storage.pool import connect
+from awa.storage.pool import ANSWER_WITHIN, OwnConnection, connect
 from awa.storage.reach import find_unreachable, whole_storage
 from awa.storage.schema import Schema
 
@@ -51,13 +51,15 @@ def read_origin(conn: Connection[Any], schema: Schema) -> tuple[Origin, Origin |
     return Origin(row[0], row[1]), None if row[2] is None else Origin(row[2], row[3])
 
 
-def connect_trusted(conninfo: str, schema: Schema, *, name: str) -> Connection:
+def connect_trusted(
+    conninfo: str, schema: Schema, *, name: str, answer_within: float | None = ANSWER_WITHIN
+) -> OwnConnection:
     """As :func:`awa.storage.pool.connect`, to a server whose rows are its own.
 
     Raises:
         StorageNotTrusted: As :func:`check_origin` does.
     """
-    connection = connect(conninfo, name=name)
+    connection = connect(conninfo, name=name, answer_within=answer_within)
     try:
         check_origin(connection, schema)
     except BaseException:

@@ -18,7 +18,7 @@ from awa.config import QueueSpec
 from awa.errors import AwaError, RuntimeGone, StorageNotTrusted
 from awa.storage import backends, recovery
 from awa.storage.backends import Backend
-from awa.storage.line import HELP, Line, Reply, Wanted
+from awa.storage.line import HELP, Line, Reply, Wanted, reply_timeout
 from awa.storage.schema import Schema
 from awa.storage.trust import connect_trusted
 from awa.worker.bell import FIRST_POLL, PACE, Bell
@@ -51,6 +51,12 @@ HELD_PAUSE = 0.05
 
 SURVIVES_AFTER = 1.0
 """Seconds that a job which may have killed its last process runs before this one claims anything beside it."""
+
+STOPPING_REPLY = 10.0
+"""Seconds after which a server that does not answer counts as lost by a worker that stops."""
+
+BACKOFF_CAP = 1.0
+"""Most seconds between two tries when claiming fails: so soon a worker is back when the database is."""
 
 RETRY_PAUSE = 0.1
 """Seconds before a refused flush is sent again, such as the question about a transaction that is still open."""
@@ -136,15 +142,8 @@ class Claimer:
                 self._wake.sleep(1.0)
             except Exception as error:
                 self._failures += 1
-                delay = min(0.05 * 2 ** min(self._failures, 7), 5.0) * random.uniform(0.5, 1.0)
-                log.log(
-                    logging.WARNING if isinstance(error, (psycopg.Error, AwaError)) else logging.ERROR,
-                    "claiming failed, again in %.1f s: %s: %s",
-                    delay,
-                    type(error).__name__,
-                    first_line(error),
-                    exc_info=not isinstance(error, (psycopg.Error, AwaError)),
-                )
+                delay = min(0.05 * 2 ** min(self._failures, 7), BACKOFF_CAP) * random.uniform(0.5, 1.0)
+                self._tell(error, delay)
                 self._wake.sleep(delay)
         if self.is_stopping:
             for attempt in attempts:
@@ -154,6 +153,24 @@ class Claimer:
         # Many at once: somebody comes back for more while the rest of the batch runs.
         half = len(attempts) // 2 if len(attempts) >= 2 * self._threads else len(attempts)
         self.crew.refill(attempts, half)
+
+    def _tell(self, error: Exception, delay: float) -> None:
+        if not isinstance(error, (psycopg.Error, AwaError)):
+            level = logging.ERROR
+        else:  # of a long outage, the beginning, and every now and then
+            level = logging.WARNING if self._failures < 10 or self._failures % 30 == 0 else logging.DEBUG
+        log.log(
+            level,
+            "claiming failed, again in %.1f s: %s: %s",
+            delay,
+            type(error).__name__,
+            first_line(error),
+            exc_info=level == logging.ERROR,
+        )
+
+    def _patience(self) -> float:
+        """Seconds that the server may take to answer; asked while a thread waits for it."""
+        return min(STOPPING_REPLY, reply_timeout()) if self.is_stopping else reply_timeout()
 
     def flush(self) -> bool:
         """Record what has been noted, without claiming; for the shutdown.
@@ -428,7 +445,7 @@ class Claimer:
             try:
                 if self._is_in_doubt:
                     self._resolve_doubt()
-                self._line = Line(self._conninfo, self._schema, self._handlers)
+                self._line = Line(self._conninfo, self._schema, self._handlers, patience=self._patience)
             except StorageNotTrusted as error:
                 self._untrusted = error
                 raise
@@ -437,7 +454,9 @@ class Claimer:
 
     def _resolve_doubt(self) -> None:
         """Give back what the lost connection may have claimed without an answer; only when its backend is gone."""
-        with connect_trusted(self._conninfo, self._schema, name="recovery") as connection:
+        with connect_trusted(
+            self._conninfo, self._schema, name="recovery", answer_within=self._patience()
+        ) as connection:
             released: int | None = None
             if self._lost is None or backends.end_backend(connection, self._lost):
                 released = recovery.release_unknown_claims(

@@ -16,7 +16,7 @@ from awa.storage.schema import Schema
 from awa.storage.trust import connect_trusted
 from awa.worker.known import KnownClaims
 from awa.worker.requests import LOOK_EVERY, Requests
-from awa.worker.service import Service, first_line
+from awa.worker.service import BACKOFF_CAP, Service, first_line
 
 log = logging.getLogger("awa.worker")
 
@@ -43,9 +43,11 @@ class Heartbeat(Service):
         requests: Requests,
         on_gone: Callable[[int], None],
     ) -> None:
-        super().__init__("heartbeat")
+        # After an outage nobody is fenced before a leader has led for two heartbeats: by then this is heard again,
+        # whether it was between two tries to connect or in the middle of one.
+        super().__init__("heartbeat", backoff_cap=min(interval / 2, BACKOFF_CAP))
         # a cut that nobody tells of must be noticed, and mended, before this runtime is taken for dead
-        haste = {"connect_timeout": max(2, round(2 * interval)), "tcp_user_timeout": max(1000, round(2000 * interval))}
+        haste = {"connect_timeout": max(2, round(interval)), "tcp_user_timeout": max(1000, round(2000 * interval))}
         given = conninfo_to_dict(conninfo)
         self._hasty = make_conninfo(conninfo, **{key: value for key, value in haste.items() if key not in given})
         self._schema = schema
@@ -62,7 +64,9 @@ class Heartbeat(Service):
     def step(self) -> float:
         """Give a sign of life when one is due, and look for requests."""
         if self._connection is None:
-            self._connection = connect_trusted(self._hasty, self._schema, name="heartbeat")
+            self._connection = connect_trusted(
+                self._hasty, self._schema, name="heartbeat", answer_within=max(1.0, 2 * self._interval)
+            )
             self._due = 0.0
         if time.monotonic() >= self._due:
             self._beat(self._connection)

@@ -13,6 +13,7 @@ import orjson
 from awa._core import Handler
 from awa.config import Settings
 from awa.storage import runtimes
+from awa.storage.pool import repeated
 from awa.storage.schema import Schema
 from awa.storage.trust import connect_trusted
 
@@ -44,15 +45,17 @@ class Identity:
         """
         queues = [{"name": spec.name, "max_workers": spec.max_workers} for spec in self._settings.queues]
         with self._lock, connect_trusted(self._conninfo, self._schema, name="registration") as connection:
-            self._number = runtimes.register(
-                connection,
-                self._schema,
-                uuid=uuid.uuid4(),
-                hostname=socket.gethostname(),
-                pid=os.getpid(),
-                version=self._version,
-                queues=orjson.dumps(queues).decode(),
-                heartbeat=self._settings.heartbeat,
-                timeout=self._settings.timeout,
-                kind_timeouts=orjson.dumps(self._kind_timeouts).decode(),
+            self._number = repeated(
+                lambda: runtimes.register(
+                    connection,
+                    self._schema,
+                    uuid=uuid.uuid4(),
+                    hostname=socket.gethostname(),
+                    pid=os.getpid(),
+                    version=self._version,
+                    queues=orjson.dumps(queues).decode(),
+                    heartbeat=self._settings.heartbeat,
+                    timeout=self._settings.timeout,
+                    kind_timeouts=orjson.dumps(self._kind_timeouts).decode(),
+                )
             )

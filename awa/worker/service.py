@@ -8,7 +8,7 @@ import threading
 
 log = logging.getLogger("awa.worker")
 
-BACKOFF_CAP = 5.0
+BACKOFF_CAP = 2.0
 """Most seconds between two tries of a step that keeps failing."""
 
 
@@ -31,10 +31,12 @@ class Service:
 
     Args:
         name: Shown in stack dumps and logs.
+        backoff_cap: Most seconds between two tries of a step that keeps failing.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, backoff_cap: float = BACKOFF_CAP) -> None:
         self.name = name
+        self._backoff_cap = backoff_cap
         self.is_stopping = False
         self._failures = 0
         self._event = threading.Event()
@@ -92,9 +94,11 @@ class Service:
 
     def _back_off(self, error: Exception) -> None:
         self._failures += 1
-        delay = min(0.1 * 2 ** min(self._failures, 10), BACKOFF_CAP) * random.uniform(0.5, 1.0)
+        delay = min(0.1 * 2 ** min(self._failures, 10), self._backoff_cap) * random.uniform(0.5, 1.0)
+        # of a long outage, the beginning, and every now and then
+        is_told = self._failures < 10 or self._failures % 30 == 0
         log.log(
-            logging.WARNING if self._failures < 5 else logging.ERROR,
+            (logging.WARNING if self._failures < 5 else logging.ERROR) if is_told else logging.DEBUG,
             "%s failed, again in %.1f s: %s: %s",
             self.name,
             delay,

@@ -98,6 +98,7 @@ class Worker:
         self._is_started = False
         self._is_stopping = False  # guarded by _stop_lock
         self._left_running: list[int] = []  # written before _has_stopped is set
+        self._is_recorded = True  # written before _has_stopped is set
         self._stopper = 0  # guarded by _stop_lock
         self._has_stopped = threading.Event()
         self._asked = threading.Event()
@@ -292,7 +293,7 @@ class Worker:
             released += self._release()  # a claim that was under way
         released += self._release()
         left = self.running
-        is_recorded = self._record(max(until - time.monotonic(), 2.0))
+        is_recorded = self._is_recorded = self._record(max(until - time.monotonic(), 2.0))
         for service in reversed(self._services):  # the heartbeat last
             service.stop(5.0)
         # One that does not say goodbye is rescued: whatever is open, or may be, is taken back.
@@ -332,7 +333,7 @@ class Worker:
 
     def _leave(self) -> None:
         try:
-            with connect(self._conninfo, name="leave") as connection:
+            with connect(self._conninfo, name="leave", answer_within=2 * LEAVE_TIMEOUT) as connection:
                 until = time.monotonic() + LEAVE_TIMEOUT
                 while not self._known.leave(connection, self._identity()):
                     if time.monotonic() > until:
@@ -348,7 +349,7 @@ class Worker:
         A second signal leaves the process at once, with the exit code that shells give for it.
 
         Raises:
-            ShutdownTimeout: Handlers outlived the grace time.
+            ShutdownTimeout: Handlers outlived the grace time, or the database was away until it was over.
             StorageNotTrusted: The queue's rows come from another cluster.
             AwaError: A thread of the worker died.
         """
@@ -370,6 +371,12 @@ class Worker:
                     raise
             if self._fatal is not None:
                 raise self._fatal
+            if not self._is_recorded:
+                raise ShutdownTimeout(
+                    "the database was away until the grace time was over: not everything could be recorded; what is "
+                    "open will be rescued and run again",
+                    job_ids=(),
+                )
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
