@@ -38,7 +38,7 @@ from tests.fixtures.jobs import (
 )
 from tests.fixtures.pooler import SERVER_CONNECTIONS, Pooler, left_behind, running_pooler
 from tests.fixtures.proxy import Proxy
-from tests.worker.test_wakeups import wait_for_bells
+from tests.worker.test_wakeups import BELLS
 
 Conn = psycopg.Connection[Any]
 
@@ -46,6 +46,11 @@ PATIENCE = 60.0
 """Seconds that a wait may take; all processes share two connections of a server that others use too."""
 
 COMPLETED = "SELECT coalesce(sum(cardinality(idx)), 0) FROM awa.completions"
+
+
+def wait_for_bells(conn: Conn, *queues: str) -> None:
+    """Wait until somebody sleeps at the bell of each of *queues*."""
+    wait_until(lambda: count(conn, BELLS, list(queues)) == len(queues), PATIENCE)
 
 
 @pytest.fixture(autouse=True)
