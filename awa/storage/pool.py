@@ -12,13 +12,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
-from psycopg import Connection
+from psycopg import Connection, IsolationLevel
 from psycopg.pq import Conninfo, ConnStatus
 from psycopg.rows import TupleRow, tuple_row
 
 from awa.errors import DatabaseNotFound
 from awa.storage import backends
 from awa.storage.backends import Backend
+from awa.storage.pooler import is_pooled, settle_in
 
 if TYPE_CHECKING:
     from psycopg_pool import ConnectionPool
@@ -33,9 +34,6 @@ _DEFAULTS = {
     "keepalives_count": "3",
     "tcp_user_timeout": "30000",
 }
-
-# Claims, settles and fences read what was committed before each statement, whatever the role's default says.
-_SESSION = "SET SESSION CHARACTERISTICS AS TRANSACTION ISOLATION LEVEL READ COMMITTED"
 
 
 ANSWER_WITHIN = 60.0
@@ -54,7 +52,7 @@ class OwnConnection(Connection[TupleRow]):
     is_deaf = False
     """It was given up so."""
     backend: Backend | None = None
-    """The server's process."""
+    """The server's process; None behind a pooler, where there is none of its own."""
 
     def wait(self, gen: Generator[Any, Any, T], *args: Any, **options: Any) -> T:
         """What psycopg does whenever it waits for the server."""
@@ -119,11 +117,11 @@ def _server_of(connection: Connection[Any]) -> tuple[str, int]:
 _given_up = GivenUp()
 
 
-def _begin(connection: OwnConnection) -> None:
+def _begin(connection: OwnConnection, conninfo: str) -> None:
     """What every connection of the library's own begins with."""
-    connection.execute(_SESSION)
+    settle_in(connection, conninfo)
     _given_up.end(connection)
-    connection.backend = backends.backend_of(connection)
+    connection.backend = None if is_pooled(connection) else backends.backend_of(connection)
 
 
 @contextmanager
@@ -142,7 +140,7 @@ def patiently(conn: Connection[Any]) -> Iterator[None]:
 def connect(
     conninfo: str, *, name: str, answer_within: float | None = ANSWER_WITHIN, writes: bool = True
 ) -> OwnConnection:
-    """A connection of the library's own: autocommit, READ COMMITTED.
+    """A connection of the library's own: autocommit, READ COMMITTED; see :mod:`awa.storage.pooler` for the latter.
 
     Args:
         name: What it is for, as ``pg_stat_activity`` shows it after ``awa``, unless the user has a name of his own.
@@ -161,7 +159,7 @@ def connect(
     try:
         if writes and is_read_only(connection):
             raise read_only(connection)
-        _begin(connection)
+        _begin(connection, conninfo)
     except BaseException:
         connection.close()
         raise
@@ -241,6 +239,10 @@ _ADVICE = (
     ("too many clients", "raise max_connections of the server, or lower threads and pool_size"),
     ("remaining connection slots", "raise max_connections of the server, or lower threads and pool_size"),
     ("no pg_hba.conf entry", "let the server's pg_hba.conf admit this user from here"),
+    (
+        "unsupported startup parameter",
+        "leave it out, or name it in ignore_startup_parameters of pgbouncer",
+    ),
     ("password", "check the user and the password; it can also be in PGPASSWORD or ~/.pgpass"),
     ('role "', "check the user, or create it with createuser"),
     ('database "', "check the database's name, or create it with createdb"),
@@ -281,7 +283,7 @@ class Pool:
                     min_size=1,
                     max_size=self._size,
                     kwargs={"autocommit": True} | _unless_given(self._conninfo, "client"),
-                    configure=_configure,
+                    configure=lambda connection: _configure(connection, self._conninfo),
                     open=True,
                     name=f"awa-{os.getpid()}",
                     # Its pauses double for as long as it tries. Given up, it tries again as soon as somebody asks.
@@ -381,9 +383,9 @@ RECONNECT_TIMEOUT = 1.0
 """Seconds after which the pool gives up an attempt to connect, and begins anew for whoever waits."""
 
 
-def _configure(connection: OwnConnection) -> None:
+def _configure(connection: OwnConnection, conninfo: str) -> None:
     connection.answer_within = ANSWER_WITHIN
-    _begin(connection)
+    _begin(connection, conninfo)
     connection.answer_within = None
 
 
@@ -391,13 +393,15 @@ def _restore(connection: OwnConnection) -> None:
     """Undo what a borrower changed: the next one's insert would not be committed, or be read as something else."""
     connection.row_factory = tuple_row
     connection.cursor_factory = psycopg.Cursor
-    is_changed = (connection.isolation_level, connection.read_only, connection.deferrable) != (None, None, None)
+    isolation = IsolationLevel.READ_COMMITTED if is_pooled(connection) else None
+    is_changed = (connection.isolation_level, connection.read_only, connection.deferrable) != (isolation, None, None)
     if connection.autocommit and not is_changed:
         return
     try:
         connection.rollback()
         connection.autocommit = True
-        connection.isolation_level = connection.read_only = connection.deferrable = None
+        connection.isolation_level = isolation
+        connection.read_only = connection.deferrable = None
     except psycopg.Error:
         connection.close()  # the pool opens another in its place
 
