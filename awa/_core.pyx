@@ -25,6 +25,7 @@ import datetime
 import queue
 import struct
 import threading
+import time
 
 import blake3
 import orjson
@@ -36,7 +37,26 @@ cdef extern from "Python.h":
     int PyThreadState_SetAsyncExc(unsigned long thread, PyObject *exception)
     unsigned long PyThread_get_thread_ident()
 
+cdef extern from *:
+    """
+    /* Whether a thread's number is its own. Python 3.11 makes the state of a new thread under the number of the thread
+       that starts it, and changes that once the new one runs; an exception for either could hit the other. */
+    static int awa_has_own_number(unsigned long thread) {
+    #if PY_VERSION_HEX < 0x030C0000
+        int found = 0;
+        PyThreadState *state = PyInterpreterState_ThreadHead(PyInterpreterState_Get());
+        for (; state != NULL; state = PyThreadState_Next(state))
+            found += state->thread_id == thread;
+        return found == 1;
+    #else
+        return 1;
+    #endif
+    }
+    """
+    bint awa_has_own_number(unsigned long thread)
+
 cdef object _dumps = orjson.dumps
+cdef object _sleep = time.sleep
 cdef object _fragment = orjson.Fragment
 cdef object _blake3 = blake3.blake3
 cdef object _sorted = orjson.OPT_SORT_KEYS
@@ -555,15 +575,21 @@ cdef class Attempt:
     def expire(self, exception not None):
         """Raise *exception* in the thread that runs this attempt's handler, as soon as Python runs there.
 
-        False when the attempt is over. The GIL is held from the look to the order, and :meth:`Crew.work` takes the
-        order back when the handler ends, so it cannot hit what the thread does next.
+        False when the attempt is over, or its thread cannot be told from one that it is just starting. The GIL is held
+        from the look to the order, and :meth:`Crew.work` takes the order back when the handler ends, so it cannot hit
+        what the thread does next.
         """
-        if self.is_over or self.thread == 0:
-            return False
-        self.expired = _now()
-        self.is_cancelled = True
-        PyThreadState_SetAsyncExc(self.thread, <PyObject *> exception)
-        return True
+        cdef int tries
+        for tries in range(20):
+            if self.is_over or self.thread == 0:
+                return False
+            if awa_has_own_number(self.thread):
+                self.expired = _now()
+                self.is_cancelled = True
+                PyThreadState_SetAsyncExc(self.thread, <PyObject *> exception)
+                return True
+            _sleep(0.001)  # it is just starting a thread
+        return False
 
     def __repr__(self):
         return f"<Attempt job={self.id} idx={self.idx} of {self.batch!r}>"

@@ -149,6 +149,23 @@ def test_what_an_abandoned_handler_leaves_behind_does_no_harm(stuck: Stuck) -> N
     assert [type(error) for _, error in staff.concluded] == [DeadlineExceeded]
 
 
+def test_a_deadline_hits_the_handler_and_no_thread_that_it_is_just_starting() -> None:
+    """Guard: nobody is told while a new thread still has the number of the one that starts it, as in Python 3.11. The
+    exception would end the new thread before it says that it runs, and the handler would wait for that for ever."""
+
+    def work() -> None:
+        while True:
+            threading.Thread(target=lambda: None).start()
+
+    staff = Staff(1, work)
+    for attempt in staff.claim(1, 100):
+        wait_until(lambda attempt=attempt: staff.crew.running == [attempt])
+        wait_until(lambda attempt=attempt: attempt.expire(DeadlineExceeded))
+        wait_until(lambda attempt=attempt: attempt.is_over)
+    staff.end()
+    assert [type(error) for _, error in staff.concluded] == [DeadlineExceeded] * 100
+
+
 def test_handlers_that_end_just_when_they_are_abandoned_have_one_end_each() -> None:
     """Abandoned at random, hundreds of times; who is first decides, and nobody is second."""
     dice = random.Random(3)
