@@ -1,10 +1,15 @@
-"""Connections: how they are opened, and the pool that an application's process shares."""
+"""Connections: how they are opened, the pool that an application's process shares, and what a fork leaves of both.
+
+A forked child never speaks on what it inherited. Its copies of the sockets are replaced by ``/dev/null``: nothing that
+it does to a connection, not even closing it, reaches the server, and when its parent ends, the server sees that.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +49,7 @@ def connect(conninfo: str, *, name: str) -> Connection:
     except psycopg.OperationalError as error:
         said = " ".join(str(error).split())
         raise DatabaseNotFound(f"no connection to the database{_where(conninfo)}: {said}: {_advice(said)}") from error
-    connection.execute(_SESSION)
+    _configure(connection)
     return connection
 
 
@@ -90,38 +95,52 @@ class Pool:
     A process that was forked starts with an empty pool of its own; it never touches the sockets of its parent.
 
     Args:
+        find_conninfo: Gives the database, when the first connection is wanted.
         size: Most connections that are open at once.
     """
 
-    def __init__(self, conninfo: str, *, size: int = 10) -> None:
-        self._conninfo = conninfo
+    def __init__(self, find_conninfo: Callable[[], str], *, size: int = 10) -> None:
+        self._find_conninfo = find_conninfo
         self._size = size
         self._lock = threading.Lock()
-        self._pool: ConnectionPool | None = None  # guarded by _lock
-        self._pid = 0  # guarded by _lock
+        self._pool: ConnectionPool | None = None  # guarded by _lock; read without it
+        self._pid = os.getpid()  # guarded by _lock; read without it
+        _pools.add(self)
 
     def _mine(self) -> ConnectionPool:
+        if self._pid != os.getpid():
+            self.forget()  # forked by what calls none of Python's hooks
         pool = self._pool
-        if pool is not None and self._pid == os.getpid():
+        if pool is not None:
             return pool
         # psycopg_pool costs some milliseconds to import; a program that only declares tasks does not pay them.
         from psycopg_pool import ConnectionPool
 
         with self._lock:
-            if self._pool is None or self._pid != os.getpid():
+            if self._pool is None:
+                conninfo = self._find_conninfo()
                 # says at once, and why, when there is no server; the pool itself would try for half a minute
-                connect(self._conninfo, name="client").close()
+                connect(conninfo, name="client").close()
                 self._pool = ConnectionPool(
-                    self._conninfo,
+                    conninfo,
                     min_size=1,
                     max_size=self._size,
-                    kwargs={"autocommit": True} | _unless_given(self._conninfo, "client"),
+                    kwargs={"autocommit": True} | _unless_given(conninfo, "client"),
                     configure=_configure,
                     open=True,
                     name=f"awa-{os.getpid()}",
                 )
-                self._pid = os.getpid()
             return self._pool
+
+    def forget(self) -> None:
+        """In a forked child: leave what was inherited to the parent, and begin with nothing."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            # It would tell its threads to end, which are not here, under locks that they may have held at the fork.
+            pool._closed = True
+            _inherited.append(pool)
+        self._lock = threading.Lock()  # whoever held it is not here either
+        self._pid = os.getpid()
 
     @contextmanager
     def connection(self) -> Iterator[Connection]:
@@ -140,19 +159,50 @@ class Pool:
                 f"no connection came free within {pool.timeout:.0f} s: all {self._size} of this process are in use, or "
                 "the server does not answer; see pool_size of awa.Client"
             ) from error
+        pid = self._pid
         try:
             yield connection
         finally:
-            pool.putconn(connection)
+            if pid == os.getpid():  # else forked in between: it is the parent's to give back
+                pool.putconn(connection)
 
     def close(self) -> None:
         """Close every connection of this process. The pool opens again when it is used again."""
+        if self._pid != os.getpid():
+            self.forget()
         with self._lock:
             pool, self._pool = self._pool, None
-            mine = self._pid == os.getpid()
-        if pool is not None and mine:
+        if pool is not None:
             pool.close()
 
 
 def _configure(connection: Connection) -> None:
+    _open.add(connection)
     connection.execute(_SESSION)
+
+
+# --- forks
+
+_open: weakref.WeakSet[Connection] = weakref.WeakSet()
+"""Connections that a fork would inherit."""
+
+_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+
+_inherited: list[object] = []
+"""Pools of parents, kept so that nothing of them is cleaned up."""
+
+
+def _drop_inherited() -> None:
+    """In a forked child, before it runs anything else."""
+    null = os.open(os.devnull, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
+    for connection in list(_open):
+        if not connection.closed:
+            os.dup2(null, connection.pgconn.socket, inheritable=False)
+    os.close(null)
+    _open.clear()
+    for pool in list(_pools):
+        pool.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_drop_inherited)
