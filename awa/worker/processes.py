@@ -303,6 +303,9 @@ class Processes:
 
     def _look(self) -> float:
         """Do what is to be done now; return the seconds until there may be more."""
+        if self._signals and not self._is_stopping:
+            log.info("stopping %d worker processes, by signal %d", len(self._children), self._signals[0])
+            self._stop()
         for child in self._children[:]:
             child.hear()
             self._has_worked |= child.ready_at is not None
@@ -310,9 +313,6 @@ class Processes:
                 self._children.remove(child)
                 child.close()
                 self._ended(child, child.code)
-        if self._signals and not self._is_stopping:
-            log.info("stopping %d worker processes, by signal %d", len(self._children), self._signals[0])
-            self._stop()
         if self._is_asked_to_roll and not self._to_roll and not self._is_stopping:
             self._is_asked_to_roll = False
             log.info("replacing %d worker processes, one after the other", len(self._places))

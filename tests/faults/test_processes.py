@@ -110,6 +110,7 @@ def test_all_of_them_work_and_all_of_them_end(app: WorkerProcesses, client: awa.
     assert "exit code 0" in process.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_one_that_dies_is_replaced_later_and_later(app: WorkerProcesses, client: awa.Client, conn: Conn) -> None:
     """Guard: the pauses double. Without them a job that crashes at once has a process started all the time: tried."""
     process = app.start("app:client", "--processes", "2", *QUICK)
@@ -237,6 +238,7 @@ def test_sighup_replaces_them_one_after_the_other_and_new_code_runs(
     assert process.wait(40) == 0, process.stderr
 
 
+@pytest.mark.slow
 def test_code_that_cannot_start_replaces_nothing(app: WorkerProcesses, client: awa.Client, conn: Conn) -> None:
     """Guard: the roll ends with the first successor that does not come up; also who dies then is tried again."""
     process = app.start("app:client", "--processes", "2", *QUICK)
@@ -294,6 +296,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_one_that_does_not_end_when_asked_is_killed(app: WorkerProcesses, client: awa.Client, conn: Conn) -> None:
     """Guard: LEEWAY seconds beyond the grace time. Without it a process that hangs keeps the supervisor: tried."""
     app.module(STUBBORN, name="boot")

@@ -55,6 +55,8 @@ def test_a_handler_that_outlasts_the_stale_limit_runs_once(
     assert max(ages) < stale_after / 2
 
 
+@pytest.mark.slow
+@pytest.mark.timing
 def test_handlers_that_hold_the_interpreter_in_bursts_do_not_delay_the_signs_of_life_for_long(
     client: awa.Client, start_worker: StartWorker, conn: psycopg.Connection[Any]
 ) -> None:

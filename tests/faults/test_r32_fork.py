@@ -97,8 +97,8 @@ def hold():
         forked.wait()
 
 thread = threading.Thread(target=hold)
-thread.start()
 with client.connection() as conn:
+    thread.start()
     held.wait()
     pid = os.fork()
     if pid == 0:
@@ -106,7 +106,7 @@ with client.connection() as conn:
         client.close()
         sys.exit(0)  # with everything that Python does at the end
     forked.set()
-thread.join()
+    thread.join()
 code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 client.insert({"who": "parent"}, kind="k")
 client.close()
