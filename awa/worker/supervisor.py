@@ -413,11 +413,11 @@ class Worker:
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError("run() owns the process's signals, so it needs the main thread: use start() and stop()")
         global _owner
-        _owner = self
-        for name in ("SIGTERM", "SIGINT"):
-            if (number := getattr(signal, name, None)) is not None:
-                self._previous[number] = signal.signal(number, self._on_signal)
         try:
+            _owner = self
+            for name in ("SIGTERM", "SIGINT"):
+                if (number := getattr(signal, name, None)) is not None:
+                    self._previous[number] = signal.signal(number, self._on_signal)
             self.start()
             if on_started is not None:
                 on_started()

@@ -77,7 +77,8 @@ def test_four_children_and_the_parent_insert_at_once_while_a_worker_runs(
 
 def run(script: str, *args: object) -> str:
     """What *script* printed; it ends well and says nothing on stderr."""
-    command = [sys.executable, "-W", "error", "-c", script, *map(str, args)]
+    allowed = ["-W", "ignore:This process:DeprecationWarning"]  # which later Pythons say of every fork beside threads
+    command = [sys.executable, "-W", "error", *allowed, "-c", script, *map(str, args)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return done.stdout
