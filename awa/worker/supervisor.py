@@ -330,7 +330,7 @@ class Worker:
         self._claimer.poke()
         released = self._release()
         while (alive := [thread for thread in self._threads if thread.is_alive()]) and time.monotonic() < until:
-            if self._claimer.has_something_to_record:
+            if self._claimer.has_something_to_record or self._claimer.has_bells:
                 self._claimer.flush()
             alive[0].join(0.02)
             released += self._release()  # a claim that was under way
