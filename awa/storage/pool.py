@@ -138,7 +138,6 @@ class Pool:
         if pool is not None:
             # It would tell its threads to end, which are not here, under locks that they may have held at the fork.
             pool._closed = True
-            _inherited.append(pool)
         self._lock = threading.Lock()  # whoever held it is not here either
         self._pid = os.getpid()
 
@@ -187,9 +186,6 @@ _open: weakref.WeakSet[Connection] = weakref.WeakSet()
 """Connections that a fork would inherit."""
 
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
-
-_inherited: list[object] = []
-"""Pools of parents, kept so that nothing of them is cleaned up."""
 
 
 def _drop_inherited() -> None:
