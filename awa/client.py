@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
@@ -84,9 +83,7 @@ class Client:
             max_attempts=options.declared(options.check_max_attempts, max_attempts),
             max_args_bytes=settings.max_args_bytes,
         )
-        self._pool_size = options.declared(options.check_pool_size, pool_size)
-        self._pool_lock = threading.Lock()
-        self._pool: Pool | None = None  # guarded by _pool_lock; read without it
+        self._pool = Pool(self._conninfo, size=options.declared(options.check_pool_size, pool_size))
         self._on_start: list[Callable[[], object]] = []
         self._on_stop: list[Callable[[], object]] = []
         self.registry = Registry()
@@ -347,13 +344,12 @@ class Client:
     @contextmanager
     def connection(self) -> Iterator[Connection]:
         """Borrow a pooled connection in autocommit mode, for handlers; use ``with conn.transaction():`` on it."""
-        with self._connections().connection() as conn:
+        with self._pool.connection() as conn:
             yield conn
 
     def close(self) -> None:
         """Close the pooled connections. The client opens them again when it is used again."""
-        if self._pool is not None:
-            self._pool.close()
+        self._pool.close()
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -374,12 +370,5 @@ class Client:
     @contextmanager
     def _own(self) -> Iterator[Connection]:
         """A pooled connection for the library's own statements."""
-        with self._connections().own() as conn:
+        with self._pool.own() as conn:
             yield conn
-
-    def _connections(self) -> Pool:
-        if self._pool is None:
-            with self._pool_lock:
-                if self._pool is None:
-                    self._pool = Pool(self._conninfo(), size=self._pool_size)
-        return self._pool

@@ -46,6 +46,8 @@ class Settings:
 
     threads: int = 10
     """Handlers that run at once in a process."""
+    processes: int = 1
+    """Worker processes that ``python -m awa.worker`` runs side by side."""
     queues: tuple[QueueSpec, ...] = (QueueSpec("default"),)
     """The queues that a worker serves."""
     poll_interval: float = 1.0
@@ -189,6 +191,7 @@ def _queue_specs(value: object) -> tuple[QueueSpec, ...]:
 
 _PARSERS: Mapping[str, Callable[[object], Any]] = {
     "threads": _whole_number(1, 1000),
+    "processes": _whole_number(1, 1000),
     "queues": _queue_specs,
     "poll_interval": _seconds(0.01, 3600),
     "heartbeat": _seconds(0.05, 3600),

@@ -76,13 +76,18 @@ def reporting(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            code = exit_code(error)
-            if code is None:
-                raise
-            click.echo(f"awa: {' '.join(str(error).split())}", err=True)
-            raise click.exceptions.Exit(code) from error
+            raise click.exceptions.Exit(report(error)) from error
 
     return reported
+
+
+def report(error: Exception) -> int:
+    """Write *error* as one sentence to stderr and return its exit code; a bug is raised on."""
+    code = exit_code(error)
+    if code is None:
+        raise error
+    click.echo(f"awa: {' '.join(str(error).split())}", err=True)
+    return code
 
 
 class _Main(click.Group):

@@ -1,4 +1,8 @@
-"""Connections: how they are opened, and the pool that an application's process shares."""
+"""Connections: how they are opened, the pool that an application's process shares, and what a fork leaves of both.
+
+A forked child never speaks on what it inherited. Its copies of the sockets are replaced by ``/dev/null``: nothing that
+it does to a connection, not even closing it, reaches the server, and when its parent ends, the server sees that.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import random
 import select
 import threading
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -98,6 +103,11 @@ class GivenUp:
             with self._lock:
                 self._backends = [*self._backends[-100:], (_server_of(connection), connection.backend)]
 
+    def forget(self) -> None:
+        """In a forked child: they are the parent's to end."""
+        self._lock = threading.Lock()
+        self._backends = []
+
     def end(self, connection: OwnConnection) -> None:
         """End those of the server of *connection*."""
         if not self._backends:
@@ -119,6 +129,7 @@ _given_up = GivenUp()
 
 def _begin(connection: OwnConnection, conninfo: str) -> None:
     """What every connection of the library's own begins with."""
+    _open.add(connection)
     settle_in(connection, conninfo)
     _given_up.end(connection)
     connection.backend = None if is_pooled(connection) else backends.backend_of(connection)
@@ -257,25 +268,31 @@ class Pool:
     A process that was forked starts with an empty pool of its own; it never touches the sockets of its parent.
 
     Args:
+        find_conninfo: Gives the database, when the first connection is wanted.
         size: Most connections that are open at once.
     """
 
-    def __init__(self, conninfo: str, *, size: int = 10) -> None:
-        self._conninfo = conninfo
+    def __init__(self, find_conninfo: Callable[[], str], *, size: int = 10) -> None:
+        self._find_conninfo = find_conninfo
         self._size = size
         self._lock = threading.Lock()
-        self._pool: ConnectionPool[OwnConnection] | None = None  # guarded by _lock
-        self._pid = 0  # guarded by _lock
+        self._pool: ConnectionPool[OwnConnection] | None = None  # guarded by _lock; read without it
+        self._conninfo = ""  # set with it
+        self._pid = os.getpid()  # guarded by _lock; read without it
+        _pools.add(self)
 
     def _mine(self) -> ConnectionPool[OwnConnection]:
+        if self._pid != os.getpid():
+            self.forget()  # forked by what calls none of Python's hooks
         pool = self._pool
-        if pool is not None and self._pid == os.getpid():
+        if pool is not None:
             return pool
         # psycopg_pool costs some milliseconds to import; a program that only declares tasks does not pay them.
         from psycopg_pool import ConnectionPool
 
         with self._lock:
-            if self._pool is None or self._pid != os.getpid():
+            if self._pool is None:
+                self._conninfo = self._find_conninfo()
                 self._say_what_is_wrong()  # at once; the pool itself would try for half a minute
                 self._pool = ConnectionPool(
                     self._conninfo,
@@ -290,11 +307,19 @@ class Pool:
                     reconnect_timeout=RECONNECT_TIMEOUT,
                     reconnect_failed=_go_on,
                 )
-                self._pid = os.getpid()
             return self._pool
 
     def _say_what_is_wrong(self) -> None:
         connect(self._conninfo, name="client", writes=False).close()
+
+    def forget(self) -> None:
+        """In a forked child: leave what was inherited to the parent, and begin with nothing."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            # It would tell its threads to end, which are not here, under locks that they may have held at the fork.
+            pool._closed = True
+        self._lock = threading.Lock()  # whoever held it is not here either
+        self._pid = os.getpid()
 
     @contextmanager
     def connection(self) -> Iterator[Connection]:
@@ -304,11 +329,13 @@ class Pool:
             DatabaseNotFound: No server lets us in, or all connections stayed in use for 30 s.
         """
         pool, connection = self._borrow()
+        pid = self._pid
         try:
             yield connection
         finally:
-            _restore(connection)  # not the pool's reset, which has it returned by another thread, and later
-            pool.putconn(connection)
+            if pid == os.getpid():  # else forked in between: it is the parent's to give back
+                _restore(connection)  # not the pool's reset, which has it returned by another thread, and later
+                pool.putconn(connection)
 
     @contextmanager
     def own(self) -> Iterator[Connection]:
@@ -318,6 +345,7 @@ class Pool:
             DatabaseNotFound: As :meth:`connection` does; or the server is read-only.
         """
         pool, connection = self._borrow()
+        pid = self._pid
         connection.answer_within = ANSWER_WITHIN
         try:
             yield connection
@@ -330,7 +358,8 @@ class Pool:
             raise
         finally:
             connection.answer_within = None
-            pool.putconn(connection)
+            if pid == os.getpid():
+                pool.putconn(connection)
 
     def _borrow(self) -> tuple[ConnectionPool[OwnConnection], OwnConnection]:
         from psycopg_pool import PoolTimeout
@@ -372,10 +401,11 @@ class Pool:
 
     def close(self) -> None:
         """Close every connection of this process. The pool opens again when it is used again."""
+        if self._pid != os.getpid():
+            self.forget()
         with self._lock:
             pool, self._pool = self._pool, None
-            mine = self._pid == os.getpid()
-        if pool is not None and mine:
+        if pool is not None:
             pool.close()
 
 
@@ -409,3 +439,28 @@ def _restore(connection: OwnConnection) -> None:
 def _go_on(pool: ConnectionPool[Any]) -> None:
     if pool.get_stats().get("requests_waiting"):
         pool.check()  # it grows again
+
+
+# --- forks
+
+_open: weakref.WeakSet[OwnConnection] = weakref.WeakSet()
+"""Connections that a fork would inherit."""
+
+_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+
+
+def _drop_inherited() -> None:
+    """In a forked child, before it runs anything else."""
+    null = os.open(os.devnull, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
+    for connection in list(_open):
+        if not connection.closed:
+            os.dup2(null, connection.pgconn.socket, inheritable=False)
+    os.close(null)
+    _open.clear()
+    _given_up.forget()
+    for pool in list(_pools):
+        pool.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_drop_inherited)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
@@ -10,11 +11,12 @@ from types import ModuleType
 
 import click
 
-from awa.cli import reporting
+from awa.cli import report, reporting
 from awa.client import Client
 from awa.config import find_database, load_settings
-from awa.errors import ConfigError
+from awa.errors import AwaError, ConfigError
 from awa.worker import logs
+from awa.worker.processes import Link, Processes
 
 log = logging.getLogger("awa.worker")
 
@@ -78,6 +80,7 @@ def _what(value: object) -> str:
 @click.option("--schema", metavar="NAME", help="The schema of awa's tables.")
 @click.option("--queue", "queues", metavar="NAME[:MAX]", multiple=True, help="A queue to serve; repeatable.")
 @click.option("--threads", metavar="N", help="Handlers that run at once.")
+@click.option("--processes", metavar="P", help="Worker processes that run side by side, each with its threads.")
 @click.option("--poll-interval", metavar="SECONDS", help="Longest wait when no wake-up comes.")
 @click.option("--heartbeat", metavar="SECONDS", help="Between signs of life.")
 @click.option("--stale-after", metavar="SECONDS", help="Silence after which a worker is taken for dead.")
@@ -97,6 +100,8 @@ def _what(value: object) -> str:
 def main(target: str, database: str | None, queues: tuple[str, ...], **flags: str | bool | None) -> None:
     """Import MODULE and run the jobs of its awa.Client until SIGTERM or SIGINT.
 
+    With --processes, SIGHUP replaces them, one after the other.
+
     Every option is also an environment variable, AWA_THREADS for --threads and AWA_DATABASE_URL for --database. What
     the module gives to awa.Client(...) itself goes before both.
     """
@@ -104,7 +109,11 @@ def main(target: str, database: str | None, queues: tuple[str, ...], **flags: st
     if queues:
         given["queues"] = queues
     settings = load_settings(flags=given)
-    logs.configure(log_format=settings.log_format, level=settings.log_level)
+    link = Link.inherited()
+    is_one_of_several = link is not None or settings.processes > 1
+    logs.configure(log_format=settings.log_format, level=settings.log_level, shows_process=is_one_of_several)
+    if settings.processes > 1 and link is None:
+        sys.exit(Processes(settings.processes, shutdown_timeout=settings.shutdown_timeout).run())
     # A client reads its settings when it is made, while its module is imported: so they travel as its environment.
     if database is not None and database.strip():
         find_database(database)  # what cannot be read is refused before anything is imported
@@ -114,7 +123,22 @@ def main(target: str, database: str | None, queues: tuple[str, ...], **flags: st
     typed = given.keys() | ({"database"} if database else set())
     for name in sorted(client.said & typed):
         log.warning("--%s is not used: %s says it to awa.Client itself", name.replace("_", "-"), target)
-    client.worker(flags=given).run()
+    worker = client.worker(flags=given)
+    if link is not None:
+        link.serve(worker)
+    code = 0
+    try:
+        worker.run(on_started=None if link is None else link.tell_ready)
+    except AwaError as error:
+        if not worker.has_stragglers:
+            raise
+        code = report(error)
+    if worker.has_stragglers:
+        # What these wait for, such as threads of their own that Python would join, must not keep this process.
+        logging.shutdown()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(code)
 
 
 if __name__ == "__main__":

@@ -150,6 +150,7 @@ class Claimer:
         if self.is_stopping:
             for attempt in attempts:
                 self._outcomes.add(attempt, "released")
+            self._leave_bells()
             self.crew.rest()
             return
         # Many at once: somebody comes back for more while the rest of the batch runs.
@@ -184,6 +185,7 @@ class Claimer:
             return False
         try:
             is_recorded = self._record()
+            self._leave_bells()
         finally:
             self.crew.rest()
         return is_recorded and not (self._is_in_doubt or self._pending or self._outcomes.count)
@@ -209,6 +211,11 @@ class Claimer:
     def is_untrusted(self) -> bool:
         """The address leads to rows of another cluster: nothing is claimed or recorded any more."""
         return self._untrusted is not None
+
+    @property
+    def has_bells(self) -> bool:
+        """Whether producers ring for this process."""
+        return bool(self._bell.armed)
 
     @property
     def has_something_to_record(self) -> bool:
@@ -514,6 +521,18 @@ class Claimer:
                     self._lose_line()
                     return
                 bell.gave_up(spec.name)
+
+    def _leave_bells(self) -> None:
+        """Nobody claims here any more: have others answer, though this connection stays for what is to be recorded."""
+        if self._line is None:
+            return
+        try:
+            for queue in sorted(self._bell.armed):
+                self._line.give_up_bell(queue, ask_for_help=True)
+                self._bell.gave_up(queue)
+        except Exception as error:
+            log.warning("giving a bell up failed: %s", first_line(error))
+            self._lose_line()
 
     def _room(self, spec: QueueSpec) -> int:
         """How many more attempts of a queue this process may have open."""

@@ -2,18 +2,24 @@
 
 Shutdown, in this order: no new claims; what has not started is released; handlers get the grace time; what they came to
 is recorded; the heartbeat stops last, so that nobody takes this runtime for dead meanwhile.
+
+A fork has none of these threads. In the child the worker is over: nothing of it may claim, record, or take a signal.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
 import os
+import select
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, NoReturn, Self
 
 import psycopg
 
@@ -96,6 +102,7 @@ class Worker:
         self._services: list[Service] = []
         self._stop_lock = threading.Lock()
         self._is_started = False
+        self._pid = os.getpid()  # where it was started
         self._is_stopping = False  # guarded by _stop_lock
         self._left_running: list[int] = []  # written before _has_stopped is set
         self._is_recorded = True  # written before _has_stopped is set
@@ -104,6 +111,7 @@ class Worker:
         self._asked = threading.Event()
         self._fatal: Exception | None = None
         self._signals = 0
+        self._previous: dict[int, Any] = {}  # signal -> what run() found there
         self._conninfo = ""
         self._schema = Schema(settings.schema)
         self._outcomes = Outcomes()
@@ -113,25 +121,45 @@ class Worker:
 
     @property
     def runtime(self) -> int:
-        """The number of this worker in ``awa.runtime_instances``; 0 before it has started."""
-        return self._identity() if self._is_started else 0
+        """The number of this worker in ``awa.runtime_instances``; 0 before it has started, and in a forked child."""
+        return self._identity() if self._is_started and not self._is_inherited else 0
 
     @property
     def running(self) -> list[int]:
-        """The jobs whose handlers run now."""
-        return [attempt.id for attempt in self._crew.running if attempt is not None] if self._is_started else []
+        """The jobs whose handlers run now, in this process."""
+        if not self._is_started or self._is_inherited:
+            return []
+        return [attempt.id for attempt in self._crew.running if attempt is not None]
+
+    @property
+    def has_stragglers(self) -> bool:
+        """Whether handlers have outlived the stop, or the time of their attempt: their threads cannot be ended."""
+        return bool(self._left_running) or (self._is_started and bool(self._crew.abandoned))
+
+    @property
+    def _is_inherited(self) -> bool:
+        """Whether it was started in a process of which this one is a fork."""
+        return self._is_started and self._pid != os.getpid()
 
     def start(self) -> None:
         """Run the start hooks, register, and begin to claim; returns at once.
 
+        A process that ends while its worker runs stops it first, as :meth:`stop` does.
+
         Raises:
-            ConfigError: No task is declared, or the worker was started before.
+            ConfigError: No task is declared, or the worker was started before, here or in the process that forked.
             DatabaseNotFound: No server answers.
             SchemaNotMigrated, SchemaTooNew: The schema and this program do not fit.
             StorageNotTrusted: The schema's rows belong to another cluster, and claims would miss jobs.
         """
+        if self._is_inherited:
+            raise ConfigError(
+                f"this worker was started in process {self._pid}, of which this one is a fork, and runs there:"
+                " make a new one here with client.worker()"
+            )
         if self._is_started:
             raise ConfigError("this worker was started before: make a new one")
+        self._pid = os.getpid()
         settings = self._settings
         handlers = make_handlers(self._registry)
         self._conninfo = self._find_conninfo()
@@ -148,11 +176,13 @@ class Worker:
         for service in self._services:
             service.start()
         for index in range(settings.threads):
-            thread = threading.Thread(target=self._crew.work, args=(index,), name=f"awa-{index + 1}", daemon=True)
+            thread = threading.Thread(target=self._work, args=(index,), name=f"awa-{index + 1}", daemon=True)
             self._threads.append(thread)
             thread.start()
-        self._crew.start()
         self._is_started = True
+        _started.add(self)
+        atexit.register(self._at_exit)
+        self._crew.start()
         log.info(
             "worker %d runs %s with %d threads, kinds %s",
             self._identity(),
@@ -231,6 +261,10 @@ class Worker:
             ),
         ]
 
+    def _work(self, index: int) -> None:
+        self._crew.work(index)
+        self._end_fork()
+
     def _replace(self, attempt: Attempt, error: DeadlineExceeded) -> None:
         """End *attempt*, whose handler does not end, with *error*, and have another thread in the place of its own."""
         # The new thread does all of it: when none can be started nothing has happened, and the retry policy, which is
@@ -251,6 +285,7 @@ class Worker:
             len(self._crew.abandoned),
         )
         self._crew.take_over(index, attempt, error)
+        self._end_fork()
 
     def stop(self, timeout: float | None = None) -> None:
         """Stop in good order. Safe from any thread but a handler's, and twice: the second call waits for the first.
@@ -258,10 +293,17 @@ class Worker:
         Args:
             timeout: Seconds that running handlers get; None: the setting ``shutdown_timeout``.
 
+        In a process forked from the worker's there is nothing to stop: it only says so in the log.
+
         Raises:
             ShutdownTimeout: Handlers outlived it. Their attempts are rescued once this process is gone.
             ConfigError: A handler calls this; it would wait for itself.
         """
+        if self._is_inherited:
+            log.warning(
+                "this worker runs in process %d, of which process %d is a fork: not stopped", self._pid, os.getpid()
+            )
+            return
         if threading.current_thread() in self._threads:
             raise ConfigError("stop() was called by a handler, for which it waits: tell another thread to call it")
         with self._stop_lock:
@@ -274,6 +316,8 @@ class Worker:
                 self._stop(self._settings.shutdown_timeout if timeout is None else timeout)
             finally:
                 self._has_stopped.set()
+                _started.discard(self)
+                atexit.unregister(self._at_exit)
         elif self._is_started and self._stopper != threading.get_ident():  # not from a stop hook
             self._has_stopped.wait()
         if self._left_running:
@@ -290,7 +334,7 @@ class Worker:
         self._claimer.poke()
         released = self._release()
         while (alive := [thread for thread in self._threads if thread.is_alive()]) and time.monotonic() < until:
-            if self._claimer.has_something_to_record:
+            if self._claimer.has_something_to_record or self._claimer.has_bells:
                 self._claimer.flush()
             alive[0].join(0.02)
             released += self._release()  # a claim that was under way
@@ -346,10 +390,24 @@ class Worker:
         except (psycopg.Error, AwaError) as error:
             log.warning("could not say goodbye: %s", first_line(error))
 
-    def run(self) -> None:
+    def _at_exit(self) -> None:
+        """The interpreter is about to end, and with it, at whatever point they are, the threads of this worker."""
+        if self._is_inherited:
+            return
+        try:
+            self.stop()
+        except ShutdownTimeout as error:
+            log.error("%s", error)
+        except KeyboardInterrupt:
+            log.error("interrupted: this process ends at once, and what runs will be rescued")
+
+    def run(self, *, on_started: Callable[[], object] | None = None) -> None:
         """Start, wait for SIGTERM or SIGINT, stop. In the main thread only.
 
         A second signal leaves the process at once, with the exit code that shells give for it.
+
+        Args:
+            on_started: Called when the worker claims.
 
         Raises:
             ShutdownTimeout: Handlers outlived the grace time, or the database was away until it was over.
@@ -358,13 +416,15 @@ class Worker:
         """
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError("run() owns the process's signals, so it needs the main thread: use start() and stop()")
-        previous = {
-            number: signal.signal(number, self._on_signal)
-            for number in (getattr(signal, name, None) for name in ("SIGTERM", "SIGINT"))
-            if number is not None
-        }
+        global _owner
         try:
+            _owner = self
+            for name in ("SIGTERM", "SIGINT"):
+                if (number := getattr(signal, name, None)) is not None:
+                    self._previous[number] = signal.signal(number, self._on_signal)
             self.start()
+            if on_started is not None:
+                on_started()
             while not self._asked.wait(1.0):  # a signal that another thread got runs its handler here, on waking
                 self._look_for_the_dead()
             try:
@@ -381,8 +441,32 @@ class Worker:
                     job_ids=(),
                 )
         finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+            self._give_signals_back()
+            _owner = None
+
+    def ask_to_stop(self) -> None:
+        """Have :meth:`run` stop, from any thread, as the first signal does."""
+        self._asked.set()
+
+    def _give_signals_back(self) -> None:
+        while self._previous:
+            number, handler = self._previous.popitem()
+            # None: it was not Python that had set it, and Python cannot set it again
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _after_fork(self) -> None:
+        """In a forked child: whichever of the threads forked, it takes up nothing more, and never leads."""
+        self._crew.take_lead()
+        self._crew.drain()
+        self._crew.dismiss()
+
+    def _end_fork(self) -> None:
+        if self._is_inherited:
+            text = (
+                f"process {os.getpid()}, forked by a handler, came back from it: it ends here, since the worker runs in"
+            )
+            _tell(f"{text} process {self._pid}; end such a process with os._exit()")
+            os._exit(1)
 
     def _look_for_the_dead(self) -> None:
         """A thread that died takes the worker along: half a worker would look alive."""
@@ -401,8 +485,15 @@ class Worker:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals += 1
         if self._signals > 1:
-            os._exit(128 + number)
+            self.leave_now(number)
         self._asked.set()
+
+    def leave_now(self, number: int) -> NoReturn:
+        """End this process as signal *number* would; what runs is rescued by another."""
+        left = self.running
+        shown = f"jobs {', '.join(map(str, left[:20]))} will be rescued" if left else "no job was running"
+        _tell(f"leaving at once, as signal {number} asked again; {shown}")
+        os._exit(128 + number)
 
     def __enter__(self) -> Self:
         self.start()
@@ -412,3 +503,51 @@ class Worker:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def _tell(text: str) -> None:
+    """Write a line to stderr where logs cannot be used: who was interrupted, or forked, may be in the middle of one."""
+    with contextlib.suppress(OSError, ValueError):
+        if select.select([], [2], [], 0)[1]:  # whoever reads it may read no more
+            os.write(2, f"awa: {text}\n".encode())
+
+
+# --- forks
+
+_started: weakref.WeakSet[Worker] = weakref.WeakSet()
+"""Workers that a fork would inherit."""
+
+_owner: Worker | None = None
+"""The one whose ``run()`` has the signals of this process."""
+
+
+_masks = threading.local()
+
+
+def _before_fork() -> None:
+    """Hold the signals of ``run()`` back from this thread, and so from the child until it can be ended by them.
+
+    One that reached the child before would run the handler that it has of its parent, or none at all: Python forgets
+    signals that are pending in a new child.
+    """
+    if _owner is not None:
+        _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, _owner._previous)
+
+
+def _after_fork_in_parent() -> None:
+    before = _masks.__dict__.pop("before", None)
+    if before is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _after_fork_in_child() -> None:
+    """Signals do what they did before ``run()``, or nobody could end a child of a handler; and no worker goes on."""
+    if _owner is not None:
+        _owner._give_signals_back()
+    for worker in list(_started):
+        worker._after_fork()
+    _after_fork_in_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

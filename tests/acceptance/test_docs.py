@@ -20,7 +20,7 @@ from tests.fixtures.db import wait_until
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-LANGUAGES = {"python", "pycon", "console"}
+LANGUAGES = {"python", "pycon", "console", "ini"}
 
 
 def environment(database: str) -> dict[str, str]:

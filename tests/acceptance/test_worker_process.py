@@ -121,6 +121,46 @@ def test_a_killed_workers_jobs_run_again_and_all_end_exactly_once(
     assert again[0] > died[0]
 
 
+RESCUE = [
+    pytest.param(0.5, 1.5, 3.0, id="quick"),
+    pytest.param(5.0, 30.0, 40.0, id="default", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize(("heartbeat", "stale_after", "within"), RESCUE)
+def test_the_jobs_of_a_killed_worker_run_again_within(
+    app: WorkerProcesses,
+    client: awa.Client,
+    conn: Conn,
+    tmp_path: Path,
+    heartbeat: float,
+    stale_after: float,
+    within: float,
+) -> None:
+    """Guard: a leader fences what was silent for `stale_after`, of which two heartbeats under its own lease.
+
+    The killed one leads, which is the worse case: the other must have taken the lease over first. Both are in the time.
+    """
+    settings = ("--threads", "2", "--heartbeat", str(heartbeat), "--stale-after", str(stale_after))
+    first = started(app.start("app:client", *settings))
+    wait_until(lambda: "leads maintenance" in first.stderr, timeout=30)
+    jobs = client.insert_many([awa.NewJob({"path": str(tmp_path / "go-on")}, kind="wait_for") for _ in range(2)])
+    wait_until(lambda: begun(conn, first.pid) == 2, timeout=20)
+    started(app.start("app:client", *settings))
+    first.signal(signal.SIGKILL)
+    killed = conn.execute("SELECT clock_timestamp()").fetchone()
+    assert killed is not None
+    (tmp_path / "go-on").touch()
+    wait_until(lambda: states(client, jobs) == {"completed"}, timeout=within + 60)
+    again = "SELECT extract(epoch FROM max(at) - %s)::float8 FROM ledger WHERE attempt = 2 AND what = 'begin'"
+    row = conn.execute(again, [killed[0]]).fetchone()
+    assert row is not None
+    print(f"heartbeat {heartbeat:g} s, stale after {stale_after:g} s: ran again {row[0]:.2f} s after the kill")
+    assert {client.get(job.id).attempt for job in jobs} == {2}
+    assert row[0] < within
+
+
 def test_a_job_that_kills_its_process_fails_after_its_attempts_and_the_others_complete(
     app: WorkerProcesses, client: awa.Client, conn: Conn
 ) -> None:

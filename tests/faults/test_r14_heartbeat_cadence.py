@@ -7,6 +7,7 @@ is not well under the limit is refused.
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import psycopg
@@ -52,6 +53,47 @@ def test_a_handler_that_outlasts_the_stale_limit_runs_once(
         assert ended(client, job).attempt == 1
     assert sorted(started) == list(range(running))
     assert max(ages) < stale_after / 2
+
+
+@pytest.mark.slow
+@pytest.mark.timing
+def test_handlers_that_hold_the_interpreter_in_bursts_do_not_delay_the_signs_of_life_for_long(
+    client: awa.Client, start_worker: StartWorker, conn: psycopg.Connection[Any]
+) -> None:
+    """Guard: a sign of life takes few round trips on a connection of its own, so it waits for few bursts.
+
+    Sorting keeps every other thread waiting until it is done. With a sign of life that is sent by a handler's thread
+    between two jobs, the age passes the limit: tried, with the interval at 6 s.
+    """
+    stale_after = 6.0
+    stop = threading.Event()
+    longest: list[float] = []
+    numbers = [((n * 7919) % 100_003) for n in range(60_000)]
+
+    @client.task()
+    def work() -> None:
+        while not stop.is_set():
+            begun = time.monotonic()
+            sorted(numbers)  # in C, without letting go
+            longest.append(time.monotonic() - begun)
+
+    start_worker(client, threads=4, heartbeat=1.0, stale_after=stale_after)
+    client.insert_many([work.bind() for _ in range(4)])
+    wait_until(lambda: len(longest) > 20, timeout=30)
+    ages: list[float] = []
+    give_up_at = time.monotonic() + 6
+    try:
+        with psycopg.connect(conn.info.dsn, autocommit=True) as watcher:
+            while time.monotonic() < give_up_at:
+                row = watcher.execute(AGE).fetchone()
+                assert row is not None
+                ages.append(float(row[0]))
+    finally:
+        stop.set()
+    assert len(ages) > 3
+    print(f"oldest sign of life {max(ages):.2f} s, longest burst {max(longest):.3f} s, {len(longest)} bursts")
+    assert max(ages) < stale_after / 2
+    assert conn.execute("SELECT count(*) FROM awa.attempt_ends WHERE outcome = 'rescued'").fetchone() == (0,)
 
 
 @pytest.mark.parametrize(("heartbeat", "stale_after"), [(5, 14.9), (0.5, 1.4), (30, 30)])

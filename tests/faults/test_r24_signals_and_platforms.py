@@ -6,9 +6,12 @@ ones that exist and restores what was there.
 
 from __future__ import annotations
 
+import http.client
+import signal
 import subprocess
 import sys
 import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -75,3 +78,65 @@ def test_two_workers_in_threads_of_a_web_server_start_and_stop(client: awa.Clien
         thread.join(20)
         assert not thread.is_alive()
     assert failed == []
+
+
+def test_a_worker_lives_across_the_requests_of_a_web_server(client: awa.Client) -> None:
+    """Guard: start() and stop() touch no signal and belong to no thread: each request has one of its own here."""
+
+    @client.task()
+    def work() -> None: ...
+
+    worker = client.worker(threads=1, shutdown_timeout=10)
+    actions = {
+        "/start": worker.start,
+        "/work": lambda: ended(client, client.insert(work.bind()), timeout=20),
+        "/stop": worker.stop,
+    }
+
+    class Site(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            actions[self.path]()
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None: ...
+
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    with ThreadingHTTPServer(("127.0.0.1", 0), Site) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        try:
+            for path in ("/start", "/work", "/stop"):
+                asking = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+                asking.request("GET", path)
+                assert asking.getresponse().status == 204
+                asking.close()
+        finally:
+            server.shutdown()
+            serving.join()
+    assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before
+    assert not [thread for thread in threading.enumerate() if thread.name == "awa-1"]
+
+
+def test_run_puts_back_what_it_found_even_if_it_cannot_start(
+    client: awa.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guard: the handlers are put back in every case; what Python did not set counts as the default.
+
+    Without the latter the end of run() raises TypeError: tried.
+    """
+    found = dict.fromkeys((signal.SIGTERM, signal.SIGINT))
+    set_to: list[tuple[int, object]] = []
+
+    def record(number: int, handler: object) -> object:
+        set_to.append((number, handler))
+        if handler is None:
+            raise TypeError("signal handler must be signal.SIG_IGN, signal.SIG_DFL, or a callable object")
+        return found.get(signal.Signals(number))
+
+    monkeypatch.setattr(signal, "signal", record)  # as if an embedding program had set them
+    with pytest.raises(awa.ConfigError, match="no task is declared"):
+        client.worker().run()
+    monkeypatch.undo()
+    assert [number for number, _ in set_to[:2]] == [number for number, _ in reversed(set_to[2:])]
+    assert [handler for _, handler in set_to[2:]] == [signal.SIG_DFL] * 2

@@ -15,7 +15,7 @@ from awa.storage.pool import Pool, connect
 
 @contextmanager
 def pooled(conninfo: str) -> Iterator[psycopg.Connection]:
-    pool = Pool(conninfo)
+    pool = Pool(lambda: conninfo)
     try:
         with pool.connection() as conn:
             yield conn
