@@ -14,6 +14,7 @@ from awa.errors import (
     ConfigError,
     DatabaseNotFound,
     DuplicateKind,
+    PermissionDenied,
     SchemaNotMigrated,
     SchemaTooNew,
     ShutdownTimeout,
@@ -52,7 +53,7 @@ def exit_code(error: BaseException) -> int | None:
             return EXIT_NO_DATABASE
         case ShutdownTimeout():
             return EXIT_GRACE_OVER
-        case ConfigError() | UnknownKind() | DuplicateKind():
+        case ConfigError() | UnknownKind() | DuplicateKind() | PermissionDenied():
             return EXIT_CONFIG
         case ValidationError():
             return EXIT_USAGE

@@ -30,7 +30,7 @@ from psycopg.rows import class_row, tuple_row
 from awa.errors import AwaError, ConfigError, SchemaNotMigrated, SchemaTooNew, StorageNotTrusted
 from awa.storage.schema import Schema
 
-OLDEST_SUPPORTED = 13
+OLDEST_SUPPORTED = 18
 """The oldest schema version this code runs on. Raise it together with the first statement that needs a newer one."""
 
 LOCK_TIMEOUT = 0.5

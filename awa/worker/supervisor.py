@@ -22,6 +22,7 @@ from awa.config import Settings
 from awa.errors import AwaError, ConfigError, DeadlineExceeded, ShutdownTimeout
 from awa.job import Outcome
 from awa.registry import Registry
+from awa.storage.grants import check_worker, explaining
 from awa.storage.migrate import check_schema
 from awa.storage.pool import connect
 from awa.storage.schema import Schema
@@ -126,6 +127,7 @@ class Worker:
         Raises:
             ConfigError: No task is declared, or the worker was started before.
             DatabaseNotFound: No server answers.
+            PermissionDenied: The database role lacks a right.
             SchemaNotMigrated, SchemaTooNew: The schema and this program do not fit.
             StorageNotTrusted: The schema's rows belong to another cluster, and claims would miss jobs.
         """
@@ -134,8 +136,9 @@ class Worker:
         settings = self._settings
         handlers = make_handlers(self._registry)
         self._conninfo = self._find_conninfo()
-        with connect(self._conninfo, name="start") as connection:
+        with connect(self._conninfo, name="start") as connection, explaining(connection, self._schema, "worker"):
             check_schema(connection, self._schema)
+            check_worker(connection, self._schema)
             check_origin(connection, self._schema)
         for hook in self._on_start:  # before anything exists that would have to be undone
             hook()

@@ -25,6 +25,15 @@ BEGIN
       FROM newest WHERE age <= 20);
 END $$;
 
+CREATE FUNCTION awa.analyze_v1(p_slot smallint) RETURNS void
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET default_statistics_target TO '10'
+    AS $_$
+BEGIN
+    EXECUTE format('ANALYZE awa.jobs_%1$s, awa.claims_%1$s, awa.completions_%1$s, awa.attempt_ends_%1$s', p_slot);
+END $_$;
+
 CREATE FUNCTION awa.cancel_error(p_reason text, p_error json) RETURNS json
     LANGUAGE sql IMMUTABLE
     AS $$
@@ -34,12 +43,13 @@ CREATE FUNCTION awa.cancel_error(p_reason text, p_error json) RETURNS json
 $$;
 
 CREATE FUNCTION awa.cancel_v1(p_id bigint, p_reason text DEFAULT NULL::text, p_force boolean DEFAULT false, OUT happened text, OUT state text) RETURNS record
-    LANGUAGE plpgsql
+    LANGUAGE plpgsql SECURITY DEFINER
     SET plan_cache_mode TO 'force_generic_plan'
     SET enable_seqscan TO 'off'
     SET enable_bitmapscan TO 'off'
     SET jit TO 'off'
     SET lock_timeout TO '10ms'
+    SET search_path TO 'pg_catalog', 'pg_temp'
     AS $$
 DECLARE
     v_until timestamptz := clock_timestamp() + interval '1 s';
@@ -403,11 +413,9 @@ BEGIN
             -- The order of the walk is that of the ranges, and within a range that of the index: a nested loop whose
             -- outer side is the function scan, stopped by the limit. tests/storage/test_plans.py looks.
             WITH sized AS MATERIALIZED (
-                SELECT w.n, j.*, row_number() OVER () AS ord,
-                       sum(octet_length(j.args) + octet_length(j.kind) + coalesce(octet_length(j.details), 0))
-                           OVER (ROWS UNBOUNDED PRECEDING) AS bytes,
-                       count(*) FILTER (WHERE j.rescued) OVER (ROWS UNBOUNDED PRECEDING) AS suspects
-                  FROM (SELECT w.n, e.*
+                SELECT w.*, row_number() OVER so_far AS ord, sum(w.size) OVER so_far AS bytes
+                  FROM (SELECT w.n, e.*, octet_length(e.args) + octet_length(e.kind)
+                                         + CASE WHEN e.details IS NULL THEN 0 ELSE octet_length(e.details) END AS size
                           FROM unnest(w_lane, w_to, w_lo_xid, w_lo_entry, w_hi_xid, w_hi_entry) WITH ORDINALITY
                                AS w(lane, page_to, lo_xid, lo_entry, hi_xid, hi_entry, n)
                          CROSS JOIN LATERAL (
@@ -426,18 +434,19 @@ BEGIN
                                 ORDER BY j.xid, j.entry_id
                                 LIMIT p_limit) e
                          LIMIT p_limit) w
-                 CROSS JOIN LATERAL (SELECT w.slot, w.lane, w.xid, w.entry_id, w.id, w.kind, w.attempt,
-                                            w.max_attempts, w.args, w.created_at, w.details, w.rescued) j
-            ), kept AS (
-                SELECT s.*,
-                       p_kinds IS NULL OR s.kind = ANY (p_kinds) AS known,
-                       s.entry_id = ANY (gone.entries) AS ended
+                WINDOW so_far AS (ROWS UNBOUNDED PRECEDING)
+            ), whole AS MATERIALIZED (
+                SELECT count(*) AS picked, min(s.ord) FILTER (WHERE s.rescued) AS suspect,
+                       awa.ended_among(array_agg(s.slot), array_agg(s.entry_id)) AS ended
                   FROM sized s
-                 CROSS JOIN LATERAL (SELECT (SELECT awa.ended_among(array_agg(t.slot), array_agg(t.entry_id))
-                                               FROM sized t) AS entries) gone
-                 WHERE s.ord = 1 OR (s.bytes <= c_bytes AND s.suspects = 0) OR v_direct IS NOT NULL
-            ), last AS (
-                SELECT k.ord, k.n, k.lane, k.xid, k.entry_id FROM kept k ORDER BY k.ord DESC LIMIT 1
+            ), kept AS MATERIALIZED (
+                SELECT s.*, p_kinds IS NULL OR s.kind = ANY (p_kinds) AS known, s.entry_id = ANY (w.ended) AS ended
+                  FROM whole w CROSS JOIN sized s
+                 WHERE s.ord = 1 OR v_direct IS NOT NULL OR (s.bytes <= c_bytes AND (s.ord < w.suspect) IS NOT FALSE)
+            ), told AS MATERIALIZED (
+                SELECT max(k.ord) AS ord, bit_or(1 << k.lane) AS lanes,
+                       bool_or(NOT k.known AND NOT k.ended) AS has_aliens
+                  FROM kept k
             ), batches AS (
                 SELECT k.slot, k.lane, min(k.ord) AS first, array_agg(k.entry_id) AS entry_ids,
                        array_agg(k.xid) AS xids, array_agg(k.id) AS ids, array_agg(k.attempt) AS attempts,
@@ -455,13 +464,14 @@ BEGIN
                 SELECT array_agg(k.slot) AS slots, array_agg(k.lane) AS lanes, array_agg(k.xid) AS xids,
                        array_agg(k.entry_id) AS entries
                   FROM kept k
-                 WHERE NOT k.known AND NOT k.ended
+                 WHERE (SELECT t.has_aliens FROM told t) AND NOT k.known AND NOT k.ended
             )
             SELECT l.ord, l.n, l.lane AS last_lane, l.xid AS last_xid, l.entry_id AS last_entry,
-                   (SELECT count(*) FROM sized) AS picked, (SELECT array_agg(DISTINCT k.lane) FROM kept k) AS lanes,
+                   (SELECT w.picked FROM whole w) AS picked, (SELECT t.lanes FROM told t) AS lanes,
                    a.slots AS alien_slots, a.lanes AS alien_lanes, a.xids AS alien_xids, a.entries AS alien_entries,
                    b.*
-              FROM last l CROSS JOIN aliens a LEFT JOIN batches b ON true
+              FROM (SELECT * FROM kept k WHERE k.ord = (SELECT t.ord FROM told t)) l
+             CROSS JOIN aliens a LEFT JOIN batches b ON true
              ORDER BY b.first        -- else batches come in the order of a hash
         LOOP
             IF v_last IS NULL THEN
@@ -482,7 +492,7 @@ BEGIN
                             IF v_lane = g.last_lane THEN
                                 f := ROW(v_lane, w_from[g.n], w_to[g.n], g.last_xid, g.last_entry)::awa.lane_frontier;
                             END IF;
-                        ELSIF v_lane = ANY (g.lanes) OR (f.lane IS NOT NULL AND v_lane < coalesce(2 * v_aside, 10)) THEN
+                        ELSIF g.lanes & (1 << v_lane) <> 0 OR (f.lane IS NOT NULL AND v_lane < coalesce(2 * v_aside, 10)) THEN
                             f := ROW(v_lane, v_now, NULL, NULL, NULL)::awa.lane_frontier;
                         END IF;
                         IF f.lane IS NOT NULL THEN
@@ -769,15 +779,18 @@ END $$;
 CREATE FUNCTION awa.ended_among(p_slots smallint[], p_entries bigint[]) RETURNS bigint[]
     LANGUAGE plpgsql STABLE
     AS $$
+DECLARE
+    v_left smallint[] := p_slots;
 BEGIN
-    IF NOT EXISTS (SELECT FROM (SELECT DISTINCT u.slot FROM unnest(p_slots) AS u(slot)) s
-                    WHERE EXISTS (SELECT FROM awa.attempt_ends t
-                                   WHERE t.slot = s.slot AND t.claim_id IS NULL OFFSET 0)) THEN
-        RETURN '{}';
-    END IF;
-    RETURN ARRAY(SELECT e.entry_id FROM unnest(p_slots, p_entries) AS e(slot, entry_id)
-                  WHERE EXISTS (SELECT FROM awa.attempt_ends t
-                                 WHERE t.slot = e.slot AND t.entry_id = e.entry_id OFFSET 0));
+    WHILE cardinality(v_left) > 0 LOOP      -- nearly always once: most claims lie in one slot
+        IF EXISTS (SELECT FROM awa.attempt_ends t WHERE t.slot = v_left[1] AND t.claim_id IS NULL) THEN
+            RETURN ARRAY(SELECT e.entry_id FROM unnest(p_slots, p_entries) AS e(slot, entry_id)
+                          WHERE EXISTS (SELECT FROM awa.attempt_ends t
+                                         WHERE t.slot = e.slot AND t.entry_id = e.entry_id OFFSET 0));
+        END IF;
+        v_left := array_remove(v_left, v_left[1]);
+    END LOOP;
+    RETURN '{}';
 END $$;
 
 CREATE FUNCTION awa.error_of(p_ended json) RETURNS json
@@ -875,11 +888,12 @@ CREATE FUNCTION awa.find_job_v1(p_id bigint) RETURNS TABLE(id bigint, queue text
 $$;
 
 CREATE FUNCTION awa.find_job_v2(p_id bigint) RETURNS TABLE(id bigint, queue text, kind text, state text, priority smallint, attempt smallint, max_attempts smallint, args json, metadata json, tags text[], created_at timestamp with time zone, run_at timestamp with time zone, claimed_at timestamp with time zone, ended_at timestamp with time zone, elapsed_ms integer, runtime bigint, hostname text, pid integer, waits_for text, error json, history json)
-    LANGUAGE plpgsql STABLE
+    LANGUAGE plpgsql STABLE SECURITY DEFINER
     SET plan_cache_mode TO 'force_generic_plan'
     SET enable_seqscan TO 'off'
     SET max_parallel_workers_per_gather TO '0'
     SET jit TO 'off'
+    SET search_path TO 'pg_catalog', 'pg_temp'
     AS $$
 #variable_conflict use_column
 DECLARE
@@ -1298,8 +1312,9 @@ BEGIN
 END $$;
 
 CREATE FUNCTION awa.prune_v1(p_slot smallint, p_entries bigint, p_file oid) RETURNS text
-    LANGUAGE plpgsql
+    LANGUAGE plpgsql SECURITY DEFINER
     SET lock_timeout TO '10ms'
+    SET search_path TO 'pg_catalog', 'pg_temp'
     AS $_$
 DECLARE
     v_found bigint;
@@ -1438,7 +1453,8 @@ BEGIN
 END $$;
 
 CREATE FUNCTION awa.rotate_v1() RETURNS smallint
-    LANGUAGE plpgsql
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
     AS $$
 DECLARE
     v_current smallint;
@@ -1553,7 +1569,7 @@ END $$;
 
 CREATE FUNCTION awa.summarize_v1(p_slot smallint, p_from bigint, p_ranges integer) RETURNS bigint
     LANGUAGE plpgsql SECURITY DEFINER
-    SET search_path TO 'pg_catalog'
+    SET search_path TO 'pg_catalog', 'pg_temp'
     AS $$
 DECLARE
     v_index regclass := format('awa.jobs_%s_id_idx', p_slot)::regclass;
@@ -2002,4 +2018,14 @@ ALTER INDEX awa.jobs_id ATTACH PARTITION awa.jobs_0_id_idx;
 
 ALTER INDEX awa.jobs_lane ATTACH PARTITION awa.jobs_0_queue_lane_xid_entry_id_idx;
 
-ALTER INDEX awa.jobs_lane ATTACH PARTITION awa.jobs_7_queue_lane_xid_entry_id_idx;
+REVOKE ALL ON FUNCTION awa.analyze_v1(p_slot smallint) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION awa.cancel_v1(p_id bigint, p_reason text, p_force boolean, OUT happened text, OUT state text) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION awa.find_job_v2(p_id bigint) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION awa.prune_v1(p_slot smallint, p_entries bigint, p_file oid) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION awa.rotate_v1() FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION awa.summarize_v1(p_slot smallint, p_from bigint, p_ranges integer) FROM PUBLIC;
