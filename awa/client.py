@@ -298,6 +298,7 @@ class Client:
         failed_retention: float | timedelta | None = None,
         dead_retention: float | timedelta | None = None,
         rotate_after: float | timedelta | None = None,
+        health_addr: str | None = None,
         flags: dict[str, object] | None = None,
     ) -> Worker:
         """A worker for the tasks declared so far; a context manager, or call its ``start`` and ``stop``.
@@ -307,6 +308,8 @@ class Client:
             threads: Handlers that run at once; None: AWA_THREADS, or 10.
             poll_interval, heartbeat, stale_after, timeout, shutdown_timeout, completed_retention, failed_retention,
                 dead_retention, rotate_after: Seconds; see :class:`awa.config.Settings`.
+            health_addr: Where it answers ``/healthz`` and ``/readyz``, ``HOST:PORT`` or ``:PORT``; None:
+                AWA_HEALTH_ADDR, or nowhere.
             flags: Settings that came from a command line; an argument here goes before them.
 
         Raises:
@@ -326,6 +329,7 @@ class Client:
             "failed_retention": failed_retention,
             "dead_retention": dead_retention,
             "rotate_after": rotate_after,
+            "health_addr": health_addr,
         }
         return Worker(
             registry=self.registry,

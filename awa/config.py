@@ -72,6 +72,8 @@ class Settings:
     """Most bytes of a job's args, and of its metadata."""
     schema: str = "awa"
     """The schema that holds awa's tables."""
+    health_addr: str = ""
+    """Where a worker answers ``/healthz`` and ``/readyz``: ``HOST:PORT``, ``:PORT``; empty for nowhere."""
     log_format: str = "text"
     """``text`` or ``json``."""
     log_level: str = "info"
@@ -146,6 +148,22 @@ def _schema(value: object) -> str:
     return value
 
 
+def _address(value: object) -> str:
+    text = value.strip() if isinstance(value, str) else None
+    if text == "":
+        return ""
+    found = re.fullmatch(r"(?:\[[0-9A-Fa-f:.]+\]|[\w.-]*):([0-9]{1,5})", text or "")
+    if found is None or int(found[1]) > 65_535:
+        raise _Refused("HOST:PORT or :PORT, with an IPv6 address in brackets; or nothing")
+    return found[0]
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host, empty for every interface, and port of a ``health_addr``."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 def _queue_spec(value: object) -> QueueSpec:
     if isinstance(value, QueueSpec):
         name, limit = value.name, value.max_workers
@@ -192,6 +210,7 @@ _PARSERS: Mapping[str, Callable[[object], Any]] = {
     "notify": _switch,
     "max_args_bytes": _whole_number(1, 64 * 1024 * 1024),
     "schema": _schema,
+    "health_addr": _address,
     "log_format": _one_of("text", "json"),
     "log_level": _one_of("debug", "info", "warning", "error"),
 }

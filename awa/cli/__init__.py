@@ -38,6 +38,7 @@ EXIT_CONFIG = 78
 _COMMANDS = {
     "db": "Start, stop and inspect the private PostgreSQL.",
     "demo": "Watch real jobs run, a worker die, and nothing get lost.",
+    "health": "Ask a worker, or the database, whether there is one at work.",
     "migrate": "Bring a database's schema up to date.",
     "storage": "Check the stored jobs, mend a restored copy, see what the ring holds.",
 }

@@ -89,6 +89,7 @@ def _what(value: object) -> str:
 @click.option("--rotate-after", metavar="SECONDS", help="When a new segment is begun; 0 leaves it to the retention.")
 @click.option("--notify/--no-notify", default=None, help="Wake workers by NOTIFY, or leave it to polling.")
 @click.option("--max-args-bytes", metavar="N", help="Most bytes of a job's args, and of its metadata.")
+@click.option("--health-addr", metavar="HOST:PORT", help="Where to answer /healthz and /readyz; :PORT for anybody.")
 @click.option("--log-format", metavar="text|json", help="How logs are written.")
 @click.option("--log-level", metavar="LEVEL", help="debug, info, warning or error.")
 @reporting

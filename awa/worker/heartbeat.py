@@ -21,6 +21,10 @@ from awa.worker.service import Service, first_line
 log = logging.getLogger("awa.worker")
 
 
+HUNG_AFTER = 60.0
+"""Seconds, or two intervals if that is longer, that a sign of life may take before the thread counts as hung."""
+
+
 class Heartbeat(Service):
     """Tells every *interval* seconds that this runtime lives, and which of its claims are open.
 
@@ -43,7 +47,9 @@ class Heartbeat(Service):
         requests: Requests,
         on_gone: Callable[[int], None],
     ) -> None:
-        super().__init__("heartbeat")
+        super().__init__("heartbeat", patience=max(HUNG_AFTER, 2 * interval))
+        self.beat_at: float | None = None
+        """When the last sign of life was given, by this process's monotonic clock; None: never."""
         # a cut that nobody tells of must be noticed, and mended, before this runtime is taken for dead
         haste = {"connect_timeout": max(2, round(2 * interval)), "tcp_user_timeout": max(1000, round(2000 * interval))}
         given = conninfo_to_dict(conninfo)
@@ -83,6 +89,8 @@ class Heartbeat(Service):
         is_known = runtimes.heartbeat(
             connection, self._schema, runtime, newest_claim=known, open_claims=self._outcomes.open_claims()
         )
+        if is_known:
+            self.beat_at = time.monotonic()
         if not is_known and runtime == self._identity() and runtime != self._gone:
             self._gone = runtime
             log.warning("runtime %d was taken for dead", runtime)

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType, TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import psycopg
 
@@ -42,6 +42,9 @@ from awa.worker.maintenance.summarize import Summarize
 from awa.worker.requests import Requests
 from awa.worker.service import Service, first_line
 from awa.worker.watch import Watch
+
+if TYPE_CHECKING:
+    from awa.worker.health import HealthServer, Report
 
 log = logging.getLogger("awa.worker")
 
@@ -110,6 +113,8 @@ class Worker:
         self._identity: Identity
         self._claimer: Claimer
         self._crew: Crew
+        self._heartbeat: Heartbeat
+        self._health: HealthServer | None = None
 
     @property
     def runtime(self) -> int:
@@ -125,7 +130,7 @@ class Worker:
         """Run the start hooks, register, and begin to claim; returns at once.
 
         Raises:
-            ConfigError: No task is declared, or the worker was started before.
+            ConfigError: No task is declared, the worker was started before, or nobody can listen at ``health_addr``.
             DatabaseNotFound: No server answers.
             PermissionDenied: The database role lacks a right.
             SchemaNotMigrated, SchemaTooNew: The schema and this program do not fit.
@@ -133,8 +138,20 @@ class Worker:
         """
         if self._is_started:
             raise ConfigError("this worker was started before: make a new one")
-        settings = self._settings
         handlers = make_handlers(self._registry)
+        if self._settings.health_addr:
+            from awa.worker.health import HealthServer  # http.server costs as much as all the rest
+
+            self._health = HealthServer(self._settings.health_addr, self.health)
+            self._health.start()
+        try:
+            self._start(handlers)
+        except BaseException:
+            self._close_health()
+            raise
+
+    def _start(self, handlers: Mapping[str, Handler]) -> None:
+        settings = self._settings
         self._conninfo = self._find_conninfo()
         with connect(self._conninfo, name="start") as connection, explaining(connection, self._schema, "worker"):
             check_schema(connection, self._schema)
@@ -195,17 +212,18 @@ class Worker:
             line=lambda: claimer.line_pid,
             is_certain=lambda: claimer.is_certain,
         )
+        self._heartbeat = Heartbeat(
+            conninfo=conninfo,
+            schema=schema,
+            interval=settings.heartbeat,
+            identity=identity,
+            outcomes=self._outcomes,
+            known=self._known,
+            requests=Requests(self._crew, schema),
+            on_gone=claimer.gone,
+        )
         self._services = [
-            Heartbeat(
-                conninfo=conninfo,
-                schema=schema,
-                interval=settings.heartbeat,
-                identity=identity,
-                outcomes=self._outcomes,
-                known=self._known,
-                requests=Requests(self._crew, schema),
-                on_gone=claimer.gone,
-            ),
+            self._heartbeat,
             Maintenance(
                 conninfo=conninfo,
                 schema=schema,
@@ -307,6 +325,7 @@ class Worker:
             except Exception:
                 log.exception("a stop hook failed")
         self._claimer.close()
+        self._close_health()
         log.info(
             "worker %d has stopped; %d jobs released, %d still running, %d threads abandoned",
             self._identity(),
@@ -377,10 +396,48 @@ class Worker:
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
+    def health(self) -> Report:
+        """How this worker is; from any thread, at any time."""
+        from awa.worker.health import Report
+
+        report = Report(self.runtime)
+        if self._fatal is not None:
+            report.unhealthy.append("the worker gives up")
+        if not self._is_started:
+            report.unready.append("the worker has not started")
+            return report
+        crew, claimer, settings = self._crew, self._claimer, self._settings
+        busy, alive = crew.busy(), settings.threads - len(self._dead_threads())
+        report.threads = {"wanted": settings.threads, "alive": alive, "busy": busy, "abandoned": len(crew.abandoned)}
+        if self._is_stopping:
+            report.unready.append("the worker stops")
+        elif alive < settings.threads:
+            report.unhealthy.append(f"{settings.threads - alive} worker threads are dead")
+        # with every thread in a handler nobody leads; a thread that is free does
+        report.note(claimer.vitals.pulse(is_needed=busy < settings.threads and not self._is_stopping))
+        for service in self._services:
+            report.note(service.vitals.pulse(is_alive=service.is_alive, is_stopping=service.is_stopping))
+        beat_at, patience = self._heartbeat.beat_at, 2 * settings.heartbeat
+        if self._heartbeat.vitals.failures or beat_at is None or time.monotonic() - beat_at > patience:
+            report.unready.append(f"the database took no sign of life within {patience:g} s")
+        if claimer.vitals.failures or claimer.vitals.pulse().state == "starting":
+            report.unready.append("claims do not succeed")
+        if claimer.is_untrusted:
+            report.unready.append("the storage is not trusted")
+        return report
+
+    def _close_health(self) -> None:
+        server, self._health = self._health, None
+        if server is not None:
+            server.stop()
+
+    def _dead_threads(self) -> list[str]:
+        with self._replace_lock:
+            return [thread.name for thread in self._threads if not thread.is_alive()]
+
     def _look_for_the_dead(self) -> None:
         """A thread that died takes the worker along: half a worker would look alive."""
-        with self._replace_lock:
-            names = [thread.name for thread in self._threads if not thread.is_alive()]
+        names = self._dead_threads()
         names += [service.name for service in self._services if not service.is_alive]
         if names and not self._is_stopping:
             self._give_up(AwaError(f"the worker's thread {names[0]} died; see the log above"))
