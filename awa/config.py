@@ -220,7 +220,7 @@ def _parse(name: str, value: object, source: str) -> Any:
     try:
         return _PARSERS[name](value)
     except _Refused as refused:
-        raise ConfigError(f"{name} is {value!r} (from {source}): give {refused}") from None
+        raise ConfigError(f"{name} is {mask(repr(value))} (from {source}): give {refused}") from None
 
 
 def load_settings(
@@ -255,7 +255,9 @@ def load_settings(
     sources = dict.fromkeys(_PARSERS, "default")
     for name, value, source in given:
         if name not in _PARSERS:
-            raise ConfigError(f"there is no setting {name!r} (from {source}): the settings are {', '.join(_PARSERS)}")
+            raise ConfigError(
+                f"there is no setting {mask(repr(name))} (from {source}): the settings are {', '.join(_PARSERS)}"
+            )
         if value is not None:
             values[name] = _parse(name, value, source)
             sources[name] = source
@@ -324,6 +326,9 @@ def _check_conninfo(conninfo: str, source: str) -> str:
     fields = _conninfo_fields(conninfo)
     # A URL is cut at its first @ or /, so that the rest of a password with one of them would pass for a host, a port or
     # a database, which errors show.
+    nested = str((fields or {}).get("dbname", ""))
+    if "://" in nested or "=" in nested:  # libpq would look into it in some places, and errors show it
+        raise ConfigError(f"the database from {source} has a connection string as its dbname: give that string itself")
     url = re.match("postgres(?:ql)?://([^/?]*)([^?]*)", conninfo)
     ports = str((fields or {}).get("port", "")).split(",")
     if (url and (url[1].count("@") > 1 or "@" in url[2])) or not all(not port or port.isdecimal() for port in ports):
@@ -346,6 +351,8 @@ def _conninfo_fields(conninfo: str) -> dict[str, Any] | None:
     from psycopg import ProgrammingError
     from psycopg.conninfo import conninfo_to_dict
 
+    if "\0" in conninfo:  # libpq would read no further
+        return None
     try:
         return dict(conninfo_to_dict(conninfo))
     except (ProgrammingError, UnicodeError):
@@ -360,6 +367,16 @@ def redact(conninfo: str) -> str:
     if parts is None:
         return "(a connection string that cannot be read)"
     return make_conninfo("", **{key: "***" if "password" in key else value for key, value in parts.items()})
+
+
+def has_password(conninfo: str) -> bool:
+    """Whether *conninfo* says a password."""
+    return any("password" in key for key in _conninfo_fields(conninfo) or ())
+
+
+def mask(text: str) -> str:
+    """*text* without what may be the password of a database's address that was given where none belongs."""
+    return re.sub(r"(://|password\s*=).*", r"\1***", text, flags=re.DOTALL | re.IGNORECASE)
 
 
 def embedded_allowed(environ: Mapping[str, str] | None = None) -> bool:

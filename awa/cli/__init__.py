@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import click
 
+from awa.config import mask
 from awa.errors import (
     AwaError,
     ConfigError,
@@ -87,6 +88,17 @@ def reporting(function: Callable[P, R]) -> Callable[P, R]:
     return reported
 
 
+class DiscreetCommand(click.Command):
+    """A command whose usage errors show no password of a connection string that was typed in the wrong place."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        """As click does."""
+        try:
+            return super().make_context(*args, **kwargs)
+        except click.UsageError as error:
+            raise click.UsageError(mask(error.format_message()), error.ctx) from None
+
+
 class _Main(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(_COMMANDS)
@@ -103,7 +115,10 @@ class _Main(click.Group):
             formatter.write_dl(sorted(_COMMANDS.items()))
 
     def invoke(self, ctx: click.Context) -> Any:
-        return reporting(super().invoke)(ctx)
+        try:
+            return reporting(super().invoke)(ctx)
+        except click.UsageError as error:
+            raise click.UsageError(mask(error.format_message()), error.ctx) from None
 
 
 @click.group(cls=_Main, context_settings={"help_option_names": ["-h", "--help"]})

@@ -16,6 +16,7 @@ import psycopg
 from psycopg import Connection, Cursor
 from psycopg.rows import tuple_row
 
+from awa.config import mask
 from awa.errors import ConfigError, PermissionDenied
 from awa.storage.schema import Schema
 
@@ -77,11 +78,17 @@ def parse_grants(texts: Sequence[str]) -> list[tuple[Part, str]]:
         part = next((part for part in PARTS if part == name.strip()), None)
         role = role.strip()
         if name.strip() == "owner":
-            raise ConfigError(f"--grants has {pair!r}: the owner, who runs `awa migrate`, needs no grant; leave it out")
+            raise ConfigError(
+                f"--grants has {mask(repr(pair))}: the owner, who runs `awa migrate`, needs no grant; leave it out"
+            )
         if part is None or not equals or not role:
-            raise ConfigError(f"--grants has {pair!r}: give pairs such as worker=app_worker; parts: {', '.join(PARTS)}")
+            raise ConfigError(
+                f"--grants has {mask(repr(pair))}: give pairs such as worker=app_worker; parts: {', '.join(PARTS)}"
+            )
         if role == "public" or "\0" in role or not role.isprintable():
-            raise ConfigError(f"--grants has {pair!r}: give the name of a role of its own, in printable characters")
+            raise ConfigError(
+                f"--grants has {mask(repr(pair))}: give the name of a role of its own, in printable characters"
+            )
         if (part, role) not in found:
             found.append((part, role))
     if not found:
