@@ -161,6 +161,14 @@ class HealthServer(ThreadingHTTPServer):
             self.shutdown()
         self.server_close()
 
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """The next client; with a pause when there is none to be had, for want of open files."""
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(0.1)
+            raise
+
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """Turn away whoever comes while enough others are served."""
         with self._lock:

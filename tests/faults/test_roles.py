@@ -30,6 +30,7 @@ from awa.storage.grants import OWNERS_FUNCTIONS, parse_grants
 from awa.storage.migrate import migrate
 from awa.storage.schema import Schema
 from awa.storage.status import read_status
+from awa.storage.trust import check_origin, read_origin
 from tests.fixtures.db import wait_until
 from tests.fixtures.jobs import StartWorker, WorkerProcesses, in_state
 from tests.fixtures.jobs import ended as has_ended
@@ -292,6 +293,32 @@ def test_a_reader_sees_everything(install: Install, start_worker: StartWorker, s
         assert len(read_status(conn, installed.schema)) == 8
     client.close()
     looking.close()
+
+
+@SCHEMAS
+def test_a_worker_may_record_where_the_rows_belong(install: Install, schema: str) -> None:
+    """After a restore, or a move to another cluster, the first worker looks at everything and writes it down."""
+    installed = install(schema)
+    installed.execute("owner", "INSERT INTO awa.jobs (kind) VALUES ('k') RETURNING id")
+    for change in ("DELETE FROM awa.origin", "UPDATE awa.origin SET system_identifier = 1"):
+        installed.execute("owner", change)
+        with installed.connect("worker") as conn:
+            check_origin(conn, installed.schema)
+            here, recorded = read_origin(conn, installed.schema)
+        assert here == recorded
+
+
+@SCHEMAS
+def test_the_owner_rebases_and_is_no_superuser(install: Install, schema: str) -> None:
+    installed = install(schema)
+    for _ in range(3):
+        installed.execute("producer", "INSERT INTO awa.jobs (kind) VALUES ('k') RETURNING id")
+    arguments = ("storage", "rebase", "--yes", "--schema", schema, "--database")
+    done = command(*arguments, installed.url("owner"))
+    assert (done.exit_code, done.stdout.splitlines()[0]) == (0, "appended 3 entries again, took 0 attempts back")
+    refused = command(*arguments, installed.url("worker"))
+    assert refused.exit_code == 78
+    assert "run it as the role that ran `awa migrate`" in refused.stderr
 
 
 # --- what none of them can do
