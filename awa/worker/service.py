@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import threading
@@ -97,7 +98,8 @@ class Service:
         except BaseException:
             # nothing will do its work any more: is_alive says so, and this says why
             log.critical("%s has ended", self.name, exc_info=True)
-            self._close_quietly()
+            with contextlib.suppress(BaseException):  # it may be what has raised
+                self.close()
 
     def _back_off(self, error: Exception) -> None:
         failures = self.vitals.failures + 1
