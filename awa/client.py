@@ -301,6 +301,7 @@ class Client:
         dead_retention: float | timedelta | None = None,
         rotate_after: float | timedelta | None = None,
         listen_url: str | None = None,
+        health_addr: str | None = None,
         flags: dict[str, object] | None = None,
     ) -> Worker:
         """A worker for the tasks declared so far; a context manager, or call its ``start`` and ``stop``.
@@ -311,6 +312,8 @@ class Client:
             poll_interval, heartbeat, stale_after, timeout, shutdown_timeout, completed_retention, failed_retention,
                 dead_retention, rotate_after: Seconds; see :class:`awa.config.Settings`.
             listen_url: The database's address past a transaction pooler; None: AWA_LISTEN_URL, or none.
+            health_addr: Where it answers ``/healthz`` and ``/readyz``, ``HOST:PORT`` or ``:PORT``; None:
+                AWA_HEALTH_ADDR, or nowhere.
             flags: Settings that came from a command line; an argument here goes before them.
 
         Raises:
@@ -331,6 +334,7 @@ class Client:
             "dead_retention": dead_retention,
             "rotate_after": rotate_after,
             "listen_url": listen_url,
+            "health_addr": health_addr,
         }
         return Worker(
             registry=self.registry,

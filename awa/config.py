@@ -78,6 +78,8 @@ class Settings:
     """Most bytes of a job's args, and of its metadata."""
     schema: str = "awa"
     """The schema that holds awa's tables."""
+    health_addr: str = ""
+    """Where a worker answers ``/healthz`` and ``/readyz``: ``HOST:PORT``, ``:PORT``; empty for nowhere."""
     log_format: str = "text"
     """``text`` or ``json``."""
     log_level: str = "info"
@@ -158,6 +160,22 @@ def _schema(value: object) -> str:
     return value
 
 
+def _address(value: object) -> str:
+    text = value.strip() if isinstance(value, str) else None
+    if text == "":
+        return ""
+    found = re.fullmatch(r"(?:\[[0-9A-Fa-f:.]+\]|[\w.-]*):([0-9]{1,5})", text or "")
+    if found is None or int(found[1]) > 65_535:
+        raise _Refused("HOST:PORT or :PORT, with an IPv6 address in brackets; or nothing")
+    return found[0]
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host, empty for every interface, and port of a ``health_addr``."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 def _queue_spec(value: object) -> QueueSpec:
     if isinstance(value, QueueSpec):
         name, limit = value.name, value.max_workers
@@ -207,6 +225,7 @@ _PARSERS: Mapping[str, Callable[[object], Any]] = {
     "listen_url": _text,
     "max_args_bytes": _whole_number(1, 64 * 1024 * 1024),
     "schema": _schema,
+    "health_addr": _address,
     "log_format": _one_of("text", "json"),
     "log_level": _one_of("debug", "info", "warning", "error"),
 }
@@ -218,7 +237,7 @@ def _parse(name: str, value: object, source: str) -> Any:
     try:
         return _PARSERS[name](value)
     except _Refused as refused:
-        raise ConfigError(f"{name} is {value!r} (from {source}): give {refused}") from None
+        raise ConfigError(f"{name} is {mask(repr(value))} (from {source}): give {refused}") from None
 
 
 def load_settings(
@@ -253,7 +272,9 @@ def load_settings(
     sources = dict.fromkeys(_PARSERS, "default")
     for name, value, source in given:
         if name not in _PARSERS:
-            raise ConfigError(f"there is no setting {name!r} (from {source}): the settings are {', '.join(_PARSERS)}")
+            raise ConfigError(
+                f"there is no setting {mask(repr(name))} (from {source}): the settings are {', '.join(_PARSERS)}"
+            )
         if value is not None:
             values[name] = _parse(name, value, source)
             sources[name] = source
@@ -322,6 +343,9 @@ def _check_conninfo(conninfo: str, source: str) -> str:
     fields = _conninfo_fields(conninfo)
     # A URL is cut at its first @ or /, so that the rest of a password with one of them would pass for a host, a port or
     # a database, which errors show.
+    nested = str((fields or {}).get("dbname", ""))
+    if "://" in nested or "=" in nested:  # libpq would look into it in some places, and errors show it
+        raise ConfigError(f"the database from {source} has a connection string as its dbname: give that string itself")
     url = re.match("postgres(?:ql)?://([^/?]*)([^?]*)", conninfo)
     ports = str((fields or {}).get("port", "")).split(",")
     if (url and (url[1].count("@") > 1 or "@" in url[2])) or not all(not port or port.isdecimal() for port in ports):
@@ -344,6 +368,8 @@ def _conninfo_fields(conninfo: str) -> dict[str, Any] | None:
     from psycopg import ProgrammingError
     from psycopg.conninfo import conninfo_to_dict
 
+    if "\0" in conninfo:  # libpq would read no further
+        return None
     try:
         return dict(conninfo_to_dict(conninfo))
     except (ProgrammingError, UnicodeError):
@@ -358,6 +384,16 @@ def redact(conninfo: str) -> str:
     if parts is None:
         return "(a connection string that cannot be read)"
     return make_conninfo("", **{key: "***" if "password" in key else value for key, value in parts.items()})
+
+
+def has_password(conninfo: str) -> bool:
+    """Whether *conninfo* says a password."""
+    return any("password" in key for key in _conninfo_fields(conninfo) or ())
+
+
+def mask(text: str) -> str:
+    """*text* without what may be the password of a database's address that was given where none belongs."""
+    return re.sub(r"(://|password\s*=).*", r"\1***", text, flags=re.DOTALL | re.IGNORECASE)
 
 
 def embedded_allowed(environ: Mapping[str, str] | None = None) -> bool:

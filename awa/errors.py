@@ -10,6 +10,7 @@
       RuntimeGone                    this worker was taken for dead and rescued
       SchemaNotMigrated, SchemaTooNew, StorageNotTrusted
       DatabaseNotFound               there is no server to talk to, or it refuses to write
+      PermissionDenied               the database role lacks a right
       ShutdownTimeout                handlers, or an outage, outlived the grace period
       TerminalError                  raised by a handler: fail now, without retry
       DeadlineExceeded               raised in a handler whose time is up
@@ -116,6 +117,22 @@ class StorageNotTrusted(_SchemaMismatch):
 
 class DatabaseNotFound(AwaError):
     """There is no database to talk to, or none that can be written to; the message names where it was looked for."""
+
+
+class PermissionDenied(AwaError):
+    """The database role lacks a right; `awa migrate --grants` prints what gives it.
+
+    Attributes:
+        role: Who lacks it.
+        object: On what: ``table jobs``; empty when the server named it in another language.
+        privilege: What is needed on it, ``INSERT`` or several with commas; empty when only an owner has it.
+    """
+
+    def __init__(self, message: str, *, role: str, object: str, privilege: str) -> None:
+        super().__init__(message)
+        self.role = role
+        self.object = object
+        self.privilege = privilege
 
 
 class ShutdownTimeout(AwaError):

@@ -9,11 +9,13 @@ from typing import Any, ParamSpec, TypeVar
 
 import click
 
+from awa.config import mask
 from awa.errors import (
     AwaError,
     ConfigError,
     DatabaseNotFound,
     DuplicateKind,
+    PermissionDenied,
     SchemaNotMigrated,
     SchemaTooNew,
     ShutdownTimeout,
@@ -37,6 +39,7 @@ EXIT_CONFIG = 78
 _COMMANDS = {
     "db": "Start, stop and inspect the private PostgreSQL.",
     "demo": "Watch real jobs run, a worker die, and nothing get lost.",
+    "health": "Ask a worker, or the database, whether there is one at work.",
     "migrate": "Bring a database's schema up to date.",
     "storage": "Check the stored jobs, mend a restored copy, see what the ring holds.",
 }
@@ -52,7 +55,7 @@ def exit_code(error: BaseException) -> int | None:
             return EXIT_NO_DATABASE
         case ShutdownTimeout():
             return EXIT_GRACE_OVER
-        case ConfigError() | UnknownKind() | DuplicateKind():
+        case ConfigError() | UnknownKind() | DuplicateKind() | PermissionDenied():
             return EXIT_CONFIG
         case ValidationError():
             return EXIT_USAGE
@@ -90,6 +93,17 @@ def report(error: Exception) -> int:
     return code
 
 
+class DiscreetCommand(click.Command):
+    """A command whose usage errors show no password of a connection string that was typed in the wrong place."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        """As click does."""
+        try:
+            return super().make_context(*args, **kwargs)
+        except click.UsageError as error:
+            raise click.UsageError(mask(error.format_message()), error.ctx) from None
+
+
 class _Main(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(_COMMANDS)
@@ -106,7 +120,10 @@ class _Main(click.Group):
             formatter.write_dl(sorted(_COMMANDS.items()))
 
     def invoke(self, ctx: click.Context) -> Any:
-        return reporting(super().invoke)(ctx)
+        try:
+            return reporting(super().invoke)(ctx)
+        except click.UsageError as error:
+            raise click.UsageError(mask(error.format_message()), error.ctx) from None
 
 
 @click.group(cls=_Main, context_settings={"help_option_names": ["-h", "--help"]})

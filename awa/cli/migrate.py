@@ -1,4 +1,4 @@
-"""``awa migrate``: bring the schema to this awa's version, say where it stands, or print the SQL."""
+"""``awa migrate``: bring the schema to this awa's version, say where it stands, or print the SQL or the grants."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from awa.config import load_settings
 from awa.embedded import find_or_start_database
 from awa.errors import AwaError
 from awa.storage import migrate as migrations
+from awa.storage.grants import explaining, parse_grants, render_grants
 from awa.storage.pool import connect
 from awa.storage.schema import Schema
 
@@ -23,6 +24,12 @@ from awa.storage.schema import Schema
 @click.option("--status", "show_status", is_flag=True, help="Show what is applied and what is pending; change nothing.")
 @click.option("--sql", "print_sql", is_flag=True, help="Print the script for psql; needs no database.")
 @click.option("--from", "from_version", type=int, metavar="VERSION", help="With --sql: where the schema stands now.")
+@click.option(
+    "--grants",
+    metavar="PART=ROLE,...",
+    multiple=True,
+    help="Print the script for psql that gives roles what a worker, producer or reader needs; needs no database.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Answer in JSON.")
 @click.pass_context
 def migrate(
@@ -32,18 +39,30 @@ def migrate(
     show_status: bool,
     print_sql: bool,
     from_version: int | None,
+    grants: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Create the schema or bring it up to date.
 
     Any number of starters may do this at once, beside running workers. With --status the exit code is 4 unless the
     schema is exactly at this awa's version.
+
+    With --grants, as in `awa migrate --grants worker=app_worker,producer=app_web,reader=metabase | psql URL`, the
+    script is to be run by the schema's owner, again after every migration.
     """
-    if show_status and print_sql:
-        raise click.UsageError("--status and --sql exclude each other")
+    if show_status + print_sql + bool(grants) > 1:
+        raise click.UsageError("--status, --sql and --grants exclude each other")
     if from_version is not None and not print_sql:
         raise click.UsageError("--from goes with --sql")
     schema = Schema(load_settings(flags={"schema": schema_name}).schema)
+
+    if grants:
+        pairs = parse_grants(grants)
+        script = render_grants(schema, pairs)
+        named = [{"part": part, "role": role} for part, role in pairs]
+        answer = json.dumps({"schema": schema.name, "grants": named, "sql": script}) if as_json else script
+        click.echo(answer, nl=as_json)
+        return
 
     if print_sql:
         script = migrations.render_sql(schema, from_version or 0)
@@ -54,7 +73,8 @@ def migrate(
     address = find_or_start_database(database).conninfo
     with connect(address, name="migrate", answer_within=None, writes=not show_status) as conn:
         if show_status:
-            status = migrations.status(conn, schema)
+            with explaining(conn, schema, "reader"):
+                status = migrations.status(conn, schema)
             click.echo(json.dumps(_status_facts(schema, status)) if as_json else _status_text(schema, status))
             context.exit(0 if status.is_current else EXIT_SCHEMA)
         try:

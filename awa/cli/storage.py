@@ -17,6 +17,7 @@ from awa.config import load_settings
 from awa.embedded import find_or_start_database
 from awa.storage import rebase as rebasing
 from awa.storage.check import Report, check_storage
+from awa.storage.grants import Part, explaining
 from awa.storage.migrate import check_schema
 from awa.storage.pool import connect
 from awa.storage.pooler import declare_as
@@ -43,11 +44,16 @@ def _options(command: Command) -> Command:
 
 
 @contextmanager
-def _connected(database: str | None, schema_name: str | None) -> Iterator[tuple[Connection, Schema]]:
+def _connected(
+    database: str | None, schema_name: str | None, part: Part | None = "reader"
+) -> Iterator[tuple[Connection, Schema]]:
     settings = load_settings(flags={"schema": schema_name})
     schema, conninfo = Schema(settings.schema), find_or_start_database(database).conninfo
     declare_as(conninfo, settings.pooler)
-    with connect(conninfo, name="storage", answer_within=None, writes=False) as conn:
+    with (
+        connect(conninfo, name="storage", answer_within=None, writes=False) as conn,
+        explaining(conn, schema, part),
+    ):
         check_schema(conn, schema)
         yield conn, schema
 
@@ -96,8 +102,9 @@ def rebase(database: str | None, schema_name: str | None, as_json: bool, is_sure
 
     Stop the workers and the replication first. Attempts that were running in the copy are taken back as those of dead
     workers are; jobs that wait for a time, failed and cancelled ones stay. One transaction: it is done wholly or not.
+    Only the schema's owner may do it.
     """
-    with _connected(database, schema_name) as (conn, schema):
+    with _connected(database, schema_name, part=None) as (conn, schema):
         if not is_sure:
             click.echo(_survey_text(schema, survey(conn, schema)), err=as_json)
             click.confirm("Rebase?", abort=True, err=as_json)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from psycopg import Connection, Cursor
 from psycopg.rows import dict_row, scalar_row
 
 from awa.errors import JobBusy, JobNotFound
 from awa.job import JobId, JobState
-from awa.storage.jobs import _MISSING, _not_migrated
+from awa.storage.jobs import REFUSED, refusal
 from awa.storage.pooler import read_committed
 from awa.storage.schema import Schema
+
+if TYPE_CHECKING:
+    from awa.storage.grants import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,7 @@ def cancel_job(
 
     Source: migrations/0010_control.sql.
     """
-    return _control(conn, schema, job_id, CANCEL, {"reason": reason, "force": force})
+    return _control(conn, schema, job_id, CANCEL, {"reason": reason, "force": force}, part="producer")
 
 
 MOVE = "SELECT happened, state FROM awa.move_v1(%(id)s::bigint, %(queue)s::text)"
@@ -68,16 +71,18 @@ def move_job(conn: Connection[Any], schema: Schema, job_id: int, queue: str) -> 
 
     Source: migrations/0010_control.sql.
     """
-    return _control(conn, schema, job_id, MOVE, {"queue": queue})
+    return _control(conn, schema, job_id, MOVE, {"queue": queue}, part="worker")
 
 
-def _control(conn: Connection[Any], schema: Schema, job_id: int, text: str, params: dict[str, Any]) -> Controlled:
+def _control(
+    conn: Connection[Any], schema: Schema, job_id: int, text: str, params: dict[str, Any], *, part: Part
+) -> Controlled:
     try:
         with Cursor(conn, row_factory=dict_row) as cursor:
             read_committed(cursor, schema.sql(text), {"id": job_id} | params)
             found = cursor.fetchone()
-    except _MISSING as error:
-        raise _not_migrated(schema) from error
+    except REFUSED as error:
+        raise refusal(conn, schema, part, error) from error
     assert found is not None
     if found["happened"] == "not_found":
         raise JobNotFound(f"no job has the id {job_id}, or its history is gone", job_id=job_id)

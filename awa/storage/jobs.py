@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 import psycopg
@@ -18,9 +18,12 @@ from psycopg.pq import TransactionStatus
 from psycopg.rows import class_row, tuple_row
 
 from awa._core import int2_array, text_array
-from awa.errors import JobNotFound, SchemaNotMigrated, StaleAttempt
+from awa.errors import AwaError, JobNotFound, SchemaNotMigrated, StaleAttempt
 from awa.job import JobId, JobState
 from awa.storage.schema import Schema
+
+if TYPE_CHECKING:
+    from awa.storage.grants import Part
 
 
 class JobRow(NamedTuple):  # a tuple: made once per job, in half the time of a frozen dataclass
@@ -133,10 +136,19 @@ def _cursor(conn: Connection[Any]) -> Cursor[tuple[Any, ...]]:
     return Cursor(conn, row_factory=tuple_row)
 
 
-_MISSING = (psycopg.errors.UndefinedTable, psycopg.errors.UndefinedFunction, psycopg.errors.InvalidSchemaName)
+REFUSED = (
+    *(psycopg.errors.UndefinedTable, psycopg.errors.UndefinedFunction, psycopg.errors.InvalidSchemaName),
+    psycopg.errors.InsufficientPrivilege,
+)
+"""What the server says when the schema is not there, or not for this role; see :func:`refusal`."""
 
 
-def _not_migrated(schema: Schema) -> SchemaNotMigrated:
+def refusal(conn: Connection[Any], schema: Schema, part: Part, error: psycopg.Error) -> AwaError:
+    """What one of ``REFUSED`` means to who needs the rights of *part*."""
+    if isinstance(error, psycopg.errors.InsufficientPrivilege):
+        from awa.storage.grants import denied  # as below
+
+        return denied(conn, schema, part, error)
     from awa.storage.migrate import OLDEST_SUPPORTED  # needed here only, and a third of the time of `import awa`
 
     return SchemaNotMigrated(
@@ -164,8 +176,8 @@ def insert_job(conn: Connection[Any], schema: Schema, row: JobRow, *, notify: bo
     try:
         # as text: the server knows the columns' types, and psycopg has one type to look up
         cursor.execute(statement, (queue, str(2 * priority + 1), str(priority), kind, args.decode(), str(max_attempts)))
-    except _MISSING as error:
-        raise _not_migrated(schema) from error
+    except REFUSED as error:
+        raise refusal(conn, schema, "producer", error) from error
     found = cursor.fetchone()
     assert found is not None
     conn.__dict__[_KEPT] = kept
@@ -225,8 +237,8 @@ def insert_jobs(conn: Connection[Any], schema: Schema, rows: Sequence[JobRow], *
         cursor.adapters.register_dumper(_Int2s, _Int2sDumper)
         try:
             cursor.execute(_statement(schema, text, notify), params)
-        except _MISSING as error:
-            raise _not_migrated(schema) from error
+        except REFUSED as error:
+            raise refusal(conn, schema, "producer", error) from error
         return [JobId(int(found[0])) for found in cursor.fetchall()]
 
 
@@ -253,8 +265,8 @@ def copy_jobs(conn: Connection[Any], schema: Schema, rows: Iterable[JobRow], *, 
                         lines.clear()
                 copy.write(b"".join(lines))
                 count += len(lines)
-        except _MISSING as error:
-            raise _not_migrated(schema) from error
+        except REFUSED as error:
+            raise refusal(conn, schema, "producer", error) from error
         if notify and queues:
             cursor.execute(schema.sql(RING), {"queues": sorted(queues)})
     return count
@@ -318,6 +330,8 @@ def complete(
                 job_id=job_id,
                 entry_id=entry_id,
             ) from error
+        if isinstance(error, psycopg.errors.InsufficientPrivilege):
+            raise refusal(conn, schema, "worker", error) from error
         raise
 
 
@@ -393,8 +407,8 @@ def get_job(conn: Connection[Any], schema: Schema, job_id: int) -> JobInfo:
             # twice: a job that is carried out of a segment which is emptied at this moment is not found at first
             found = cursor.execute(schema.sql(GET), {"id": job_id}).fetchone()
             found = found or cursor.execute(schema.sql(GET), {"id": job_id}).fetchone()
-    except _MISSING as error:
-        raise _not_migrated(schema) from error
+    except REFUSED as error:
+        raise refusal(conn, schema, "producer", error) from error
     if found is None:
         raise JobNotFound(f"no job has the id {job_id}, or its history is gone", job_id=job_id)
     return found

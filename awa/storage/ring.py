@@ -124,14 +124,15 @@ def mend(conn: Connection[Any], schema: Schema) -> None:
     conn.execute(schema.sql(MEND))
 
 
-ANALYZE = "ANALYZE awa.jobs_{slot}, awa.claims_{slot}, awa.completions_{slot}, awa.attempt_ends_{slot}"
+ANALYZE = "SELECT awa.analyze_v1(%(slot)s::smallint)"
 
 
 def analyze(conn: Connection[Any], schema: Schema, slot: int) -> None:
-    """Give the planner a small sample of a sealed segment: autovacuum stays away from these tables."""
-    with conn.transaction():
-        conn.execute("SET LOCAL default_statistics_target = 10")
-        conn.execute(schema.sql(ANALYZE).format(slot=slot))
+    """Give the planner a small sample of a sealed segment: autovacuum stays away from these tables.
+
+    Source: migrations/0018_roles.sql.
+    """
+    conn.execute(schema.sql(ANALYZE), {"slot": slot})
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,6 +196,46 @@ def finish(conn: Connection, schema: Schema, runtime: int) -> None:
     conn.execute(schema.sql(FINISH), {"runtime": runtime})
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A runtime that has not ended, as far as the database knows."""
+
+    runtime: int
+    """Its number."""
+    hostname: str
+    """Where it runs."""
+    pid: int
+    """Its process there."""
+    heartbeat_seconds: float
+    """Between its signs of life."""
+    silent_seconds: float
+    """Since the last."""
+    is_gone: bool
+    """It was taken for dead."""
+
+    @property
+    def is_heard(self) -> bool:
+        """It gives its signs of life: at most two in a row are missing."""
+        return not self.is_gone and self.silent_seconds <= 3 * self.heartbeat_seconds + 1.0
+
+
+LIST_SEEN = """
+    SELECT r.id AS runtime, r.hostname, r.pid, r.heartbeat_ms / 1000.0::double precision AS heartbeat_seconds,
+           greatest(extract(epoch FROM clock_timestamp() - r.last_seen_at), 0)::double precision AS silent_seconds,
+           g.runtime IS NOT NULL AS is_gone
+      FROM awa.runtime_instances r
+      LEFT JOIN awa.gone_runtimes g ON g.runtime = r.id
+     WHERE r.ended_at IS NULL
+     ORDER BY r.id
+"""
+
+
+def list_seen(conn: Connection, schema: Schema) -> list[Seen]:
+    """The runtimes that have neither left nor been rescued, by number."""
+    with conn.cursor(row_factory=class_row(Seen)) as cursor:
+        return cursor.execute(schema.sql(LIST_SEEN)).fetchall()
+
+
 LIST_WITH_LIMITS = """
     SELECT r.id
       FROM awa.runtime_instances r

@@ -9,6 +9,7 @@ from typing import Any
 from psycopg import Connection, Cursor
 from psycopg.rows import tuple_row
 
+from awa.storage.grants import explaining
 from awa.storage.schema import Schema
 
 # The locks come before the snapshot, which the first query takes: TRUNCATE ignores snapshots, and a segment that is
@@ -44,7 +45,7 @@ def one_snapshot(conn: Connection[Any], schema: Schema) -> Iterator[Look]:
     Args:
         conn: In autocommit mode, with no transaction open.
     """
-    with Cursor(conn, row_factory=tuple_row) as cursor:
+    with explaining(conn, schema, "reader"), Cursor(conn, row_factory=tuple_row) as cursor:
         cursor.execute(schema.sql(BEGIN))
         try:
             yield Look(cursor, schema)

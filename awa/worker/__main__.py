@@ -11,9 +11,9 @@ from types import ModuleType
 
 import click
 
-from awa.cli import report, reporting
+from awa.cli import DiscreetCommand, report, reporting
 from awa.client import Client
-from awa.config import find_database, load_settings
+from awa.config import find_database, has_password, load_settings, mask
 from awa.errors import AwaError, ConfigError
 from awa.worker import logs
 from awa.worker.processes import Link, Processes
@@ -35,7 +35,7 @@ def find_client(target: str) -> Client:
     if name:
         found = getattr(module, name, None)
         if not isinstance(found, Client):
-            raise ConfigError(f"{target} is {_what(found)}, not an awa.Client{_choice(module)}")
+            raise ConfigError(f"{mask(target)} is {_what(found)}, not an awa.Client{_choice(module)}")
         return found
     clients = _clients(module)
     if len(set(map(id, clients.values()))) != 1:
@@ -56,7 +56,7 @@ def _load(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             raise ConfigError(
-                f"there is no module {error.name}: give the dotted name that Python imports, from this directory"
+                f"there is no module {mask(error.name)}: give the dotted name that Python imports, from this directory"
             ) from error
         raise
 
@@ -74,7 +74,7 @@ def _what(value: object) -> str:
     return "missing" if value is None else f"a {type(value).__name__}"
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=DiscreetCommand, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("target", metavar="MODULE[:NAME]")
 @click.option("--database", metavar="URL", help="PostgreSQL connection string or URL.")
 @click.option("--schema", metavar="NAME", help="The schema of awa's tables.")
@@ -94,6 +94,7 @@ def _what(value: object) -> str:
 @click.option("--pooler", metavar="auto|on|off", help="Whether the database is behind a transaction pooler.")
 @click.option("--listen-url", metavar="URL", help="The database past the pooler, to claim and be woken there.")
 @click.option("--max-args-bytes", metavar="N", help="Most bytes of a job's args, and of its metadata.")
+@click.option("--health-addr", metavar="HOST:PORT", help="Where to answer /healthz and /readyz; :PORT for anybody.")
 @click.option("--log-format", metavar="text|json", help="How logs are written.")
 @click.option("--log-level", metavar="LEVEL", help="debug, info, warning or error.")
 @reporting
@@ -117,6 +118,8 @@ def main(target: str, database: str | None, queues: tuple[str, ...], **flags: st
     # A client reads its settings when it is made, while its module is imported: so they travel as its environment.
     if database is not None and database.strip():
         find_database(database)  # what cannot be read is refused before anything is imported
+        if has_password(database):
+            log.warning("--database shows its password to all who list processes: give it as AWA_DATABASE_URL instead")
         os.environ["AWA_DATABASE_URL"] = database
     os.environ.update({f"AWA_{name.upper()}": str(given[name]) for name in _CLIENTS_OWN & given.keys()})
     client = find_client(target)

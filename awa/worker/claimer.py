@@ -23,7 +23,8 @@ from awa.storage.schema import Schema
 from awa.storage.trust import connect_trusted
 from awa.worker.bell import FIRST_POLL, PACE, Bell
 from awa.worker.frozen import HeldQueues
-from awa.worker.service import first_line
+from awa.worker.service import PATIENCE, first_line
+from awa.worker.vitals import Vitals
 from awa.worker.wake import Wake
 
 log = logging.getLogger("awa.worker")
@@ -109,6 +110,8 @@ class Claimer:
         self._pending: list[Flush] = []
         self._not_before: dict[int, float] = {}  # number of a refused flush -> when to send it again
         self._failures = 0
+        self.vitals = Vitals("claimer", patience=PATIENCE)
+        self._poll_interval = poll_interval
         self._last_claim = 0.0
         self._last_full = False
         self._wake = Wake()
@@ -145,6 +148,7 @@ class Claimer:
             except Exception as error:
                 self._failures += 1
                 delay = min(0.05 * 2 ** min(self._failures, 7), BACKOFF_CAP) * random.uniform(0.5, 1.0)
+                self.vitals.fail(error, delay)
                 self._tell(error, delay)
                 self._wake.sleep(delay)
         if self.is_stopping:
@@ -280,7 +284,11 @@ class Claimer:
                 self._wake.sleep(self._last_claim + PACE - time.monotonic())
             self._held.end_frozen()
             wanted = self._wanted(arm)
+            self.vitals.begin()
             reply = self._exchange(wanted)
+            self.vitals.succeed(self._poll_interval)
+            if wanted:
+                self.vitals.recover()
             now = self._last_claim = time.monotonic()
             attempts = self._isolated(reply)
             bell.arrived(len(attempts), now)

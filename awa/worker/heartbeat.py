@@ -21,6 +21,10 @@ from awa.worker.service import BACKOFF_CAP, Service, first_line
 log = logging.getLogger("awa.worker")
 
 
+HUNG_AFTER = 60.0
+"""Seconds, or two intervals if that is longer, that a sign of life may take before the thread counts as hung."""
+
+
 class Heartbeat(Service):
     """Tells every *interval* seconds that this runtime lives, and which of its claims are open.
 
@@ -45,7 +49,11 @@ class Heartbeat(Service):
     ) -> None:
         # After an outage nobody is fenced before a leader has led for two heartbeats: by then this is heard again,
         # whether it was between two tries to connect or in the middle of one.
-        super().__init__("heartbeat", backoff_cap=min(interval / 2, BACKOFF_CAP))
+        super().__init__(
+            "heartbeat", backoff_cap=min(interval / 2, BACKOFF_CAP), patience=max(HUNG_AFTER, 2 * interval)
+        )
+        self.beat_at: float | None = None
+        """When the last sign of life was given, by this process's monotonic clock; None: never."""
         # a cut that nobody tells of must be noticed, and mended, before this runtime is taken for dead
         haste = {"connect_timeout": max(2, round(interval)), "tcp_user_timeout": max(1000, round(2000 * interval))}
         given = conninfo_to_dict(conninfo)
@@ -87,6 +95,8 @@ class Heartbeat(Service):
         is_known = runtimes.heartbeat(
             connection, self._schema, runtime, newest_claim=known, open_claims=self._outcomes.open_claims()
         )
+        if is_known:
+            self.beat_at = time.monotonic()
         if not is_known and runtime == self._identity() and runtime != self._gone:
             self._gone = runtime
             log.warning("runtime %d was taken for dead", runtime)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import threading
+
+from awa.worker.vitals import Vitals
 
 log = logging.getLogger("awa.worker")
 
 BACKOFF_CAP = 2.0
 """Most seconds between two tries of a step that keeps failing."""
+
+PATIENCE = 120.0
+"""Seconds that a round may take before its thread counts as hung; more than a connection needs to be given up."""
 
 
 def first_line(error: BaseException) -> str:
@@ -32,13 +38,14 @@ class Service:
     Args:
         name: Shown in stack dumps and logs.
         backoff_cap: Most seconds between two tries of a step that keeps failing.
+        patience: Seconds that a round may take before the thread counts as hung.
     """
 
-    def __init__(self, name: str, *, backoff_cap: float = BACKOFF_CAP) -> None:
+    def __init__(self, name: str, *, backoff_cap: float = BACKOFF_CAP, patience: float = PATIENCE) -> None:
         self.name = name
+        self.vitals = Vitals(name, patience=patience)
         self._backoff_cap = backoff_cap
         self.is_stopping = False
-        self._failures = 0
         self._event = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -81,24 +88,28 @@ class Service:
         try:
             while not self.is_stopping:
                 try:
+                    self.vitals.begin()
                     delay = self.step()
+                    self.vitals.succeed(delay)
                     if delay > 0 and not self.is_stopping:
                         self.wait(delay)
-                    self._failures = 0
+                    self.vitals.recover()
                 except Exception as error:
                     self._back_off(error)
             self._close_quietly()
         except BaseException:
             # nothing will do its work any more: is_alive says so, and this says why
             log.critical("%s has ended", self.name, exc_info=True)
+            with contextlib.suppress(BaseException):  # it may be what has raised
+                self.close()
 
     def _back_off(self, error: Exception) -> None:
-        self._failures += 1
-        delay = min(0.1 * 2 ** min(self._failures, 10), self._backoff_cap) * random.uniform(0.5, 1.0)
+        failures = self.vitals.failures + 1
+        delay = min(0.1 * 2 ** min(failures, 10), self._backoff_cap) * random.uniform(0.5, 1.0)
         # of a long outage, the beginning, and every now and then
-        is_told = self._failures < 10 or self._failures % 30 == 0
+        is_told = failures < 10 or failures % 30 == 0
         log.log(
-            (logging.WARNING if self._failures < 5 else logging.ERROR) if is_told else logging.DEBUG,
+            (logging.WARNING if failures < 5 else logging.ERROR) if is_told else logging.DEBUG,
             "%s failed, again in %.1f s: %s: %s",
             self.name,
             delay,
@@ -107,6 +118,7 @@ class Service:
             exc_info=log.isEnabledFor(logging.DEBUG),
         )
         self._close_quietly()
+        self.vitals.fail(error, delay)
         if not self.is_stopping:
             self._event.wait(delay)
             self._event.clear()

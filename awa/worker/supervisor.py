@@ -19,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType, TracebackType
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import psycopg
 
@@ -28,6 +28,7 @@ from awa.config import Settings
 from awa.errors import AwaError, ConfigError, DeadlineExceeded, ShutdownTimeout
 from awa.job import Outcome
 from awa.registry import Registry
+from awa.storage.grants import check_worker, explaining
 from awa.storage.migrate import check_schema
 from awa.storage.pool import connect
 from awa.storage.schema import Schema
@@ -47,6 +48,9 @@ from awa.worker.maintenance.summarize import Summarize
 from awa.worker.requests import Requests
 from awa.worker.service import Service, first_line
 from awa.worker.watch import Watch
+
+if TYPE_CHECKING:
+    from awa.worker.health import HealthServer, Report
 
 log = logging.getLogger("awa.worker")
 
@@ -118,6 +122,8 @@ class Worker:
         self._identity: Identity
         self._claimer: Claimer
         self._crew: Crew
+        self._heartbeat: Heartbeat
+        self._health: HealthServer | None = None
 
     @property
     def runtime(self) -> int:
@@ -147,8 +153,10 @@ class Worker:
         A process that ends while its worker runs stops it first, as :meth:`stop` does.
 
         Raises:
-            ConfigError: No task is declared, or the worker was started before, here or in the process that forked.
+            ConfigError: No task is declared, the worker was started before, here or in the process that forked, or
+                nobody can listen at ``health_addr``.
             DatabaseNotFound: No server answers.
+            PermissionDenied: The database role lacks a right.
             SchemaNotMigrated, SchemaTooNew: The schema and this program do not fit.
             StorageNotTrusted: The schema's rows belong to another cluster, and claims would miss jobs.
         """
@@ -160,11 +168,24 @@ class Worker:
         if self._is_started:
             raise ConfigError("this worker was started before: make a new one")
         self._pid = os.getpid()
-        settings = self._settings
         handlers = make_handlers(self._registry)
+        if self._settings.health_addr:
+            from awa.worker.health import HealthServer  # http.server costs as much as all the rest
+
+            self._health = HealthServer(self._settings.health_addr, self.health)
+            self._health.start()
+        try:
+            self._start(handlers)
+        except BaseException:
+            self._close_health()
+            raise
+
+    def _start(self, handlers: Mapping[str, Handler]) -> None:
+        settings = self._settings
         self._conninfo = self._find_conninfo()
-        with connect(self._conninfo, name="start") as connection:
+        with connect(self._conninfo, name="start") as connection, explaining(connection, self._schema, "worker"):
             check_schema(connection, self._schema)
+            check_worker(connection, self._schema)
             check_origin(connection, self._schema)
             if settings.listen_url:
                 check_same_server(connection, settings.listen_url)
@@ -226,17 +247,18 @@ class Worker:
             line=lambda: claimer.line_pid,
             is_certain=lambda: claimer.is_certain,
         )
+        self._heartbeat = Heartbeat(
+            conninfo=conninfo,
+            schema=schema,
+            interval=settings.heartbeat,
+            identity=identity,
+            outcomes=self._outcomes,
+            known=self._known,
+            requests=Requests(self._crew, schema),
+            on_gone=claimer.gone,
+        )
         self._services = [
-            Heartbeat(
-                conninfo=conninfo,
-                schema=schema,
-                interval=settings.heartbeat,
-                identity=identity,
-                outcomes=self._outcomes,
-                known=self._known,
-                requests=Requests(self._crew, schema),
-                on_gone=claimer.gone,
-            ),
+            self._heartbeat,
             Maintenance(
                 conninfo=listening,
                 schema=schema,
@@ -352,6 +374,7 @@ class Worker:
             except Exception:
                 log.exception("a stop hook failed")
         self._claimer.close()
+        self._close_health()
         log.info(
             "worker %d has stopped; %d jobs released, %d still running, %d threads abandoned",
             self._identity(),
@@ -468,10 +491,48 @@ class Worker:
             _tell(f"{text} process {self._pid}; end such a process with os._exit()")
             os._exit(1)
 
+    def health(self) -> Report:
+        """How this worker is; from any thread, at any time."""
+        from awa.worker.health import Report
+
+        report = Report(self.runtime)
+        if self._fatal is not None:
+            report.unhealthy.append("the worker gives up")
+        if not self._is_started:
+            report.unready.append("the worker has not started")
+            return report
+        crew, claimer, settings = self._crew, self._claimer, self._settings
+        busy, alive = crew.busy(), settings.threads - len(self._dead_threads())
+        report.threads = {"wanted": settings.threads, "alive": alive, "busy": busy, "abandoned": len(crew.abandoned)}
+        if self._is_stopping:
+            report.unready.append("the worker stops")
+        elif alive < settings.threads:
+            report.unhealthy.append(f"{settings.threads - alive} worker threads are dead")
+        # with every thread in a handler nobody leads; a thread that is free does
+        report.note(claimer.vitals.pulse(is_needed=busy < settings.threads and not self._is_stopping))
+        for service in self._services:
+            report.note(service.vitals.pulse(is_alive=service.is_alive, is_stopping=service.is_stopping))
+        beat_at, patience = self._heartbeat.beat_at, 2 * settings.heartbeat
+        if self._heartbeat.vitals.failures or beat_at is None or time.monotonic() - beat_at > patience:
+            report.unready.append(f"the database took no sign of life within {patience:g} s")
+        if claimer.vitals.failures or claimer.vitals.pulse().state == "starting":
+            report.unready.append("claims do not succeed")
+        if claimer.is_untrusted:
+            report.unready.append("the storage is not trusted")
+        return report
+
+    def _close_health(self) -> None:
+        server, self._health = self._health, None
+        if server is not None:
+            server.stop()
+
+    def _dead_threads(self) -> list[str]:
+        with self._replace_lock:
+            return [thread.name for thread in self._threads if not thread.is_alive()]
+
     def _look_for_the_dead(self) -> None:
         """A thread that died takes the worker along: half a worker would look alive."""
-        with self._replace_lock:
-            names = [thread.name for thread in self._threads if not thread.is_alive()]
+        names = self._dead_threads()
         names += [service.name for service in self._services if not service.is_alive]
         if names and not self._is_stopping:
             self._give_up(AwaError(f"the worker's thread {names[0]} died; see the log above"))

@@ -41,6 +41,10 @@ LEAST_ABANDONED = 10
 """A process may have so many abandoned threads, or as many as it has threads if that is more."""
 
 
+HUNG_AFTER = 30.0
+"""Seconds that a look, which waits for nothing, may take before the thread counts as hung."""
+
+
 class Watch(Service):
     """Looks at the attempts that run.
 
@@ -63,7 +67,7 @@ class Watch(Service):
         replace: Callable[[Attempt, DeadlineExceeded], None],
         on_fatal: Callable[[Exception], None],
     ) -> None:
-        super().__init__("watch")
+        super().__init__("watch", patience=HUNG_AFTER)
         self._crew = crew
         self._timeout = timeout
         self._is_loaded = is_loaded

@@ -25,6 +25,15 @@ BEGIN
       FROM newest WHERE age <= 20);
 END $$;
 
+CREATE FUNCTION awa.analyze_v1(p_slot smallint) RETURNS void
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET default_statistics_target TO '10'
+    AS $_$
+BEGIN
+    EXECUTE format('ANALYZE awa.jobs_%1$s, awa.claims_%1$s, awa.completions_%1$s, awa.attempt_ends_%1$s', p_slot);
+END $_$;
+
 CREATE FUNCTION awa.cancel_error(p_reason text, p_error json) RETURNS json
     LANGUAGE sql IMMUTABLE
     AS $$
@@ -34,12 +43,13 @@ CREATE FUNCTION awa.cancel_error(p_reason text, p_error json) RETURNS json
 $$;
 
 CREATE FUNCTION awa.cancel_v1(p_id bigint, p_reason text DEFAULT NULL::text, p_force boolean DEFAULT false, OUT happened text, OUT state text) RETURNS record
-    LANGUAGE plpgsql
+    LANGUAGE plpgsql SECURITY DEFINER
     SET plan_cache_mode TO 'force_generic_plan'
     SET enable_seqscan TO 'off'
     SET enable_bitmapscan TO 'off'
     SET jit TO 'off'
     SET lock_timeout TO '10ms'
+    SET search_path TO 'pg_catalog', 'pg_temp'
     AS $$
 DECLARE
     v_until timestamptz := clock_timestamp() + interval '1 s';
@@ -878,11 +888,12 @@ CREATE FUNCTION awa.find_job_v1(p_id bigint) RETURNS TABLE(id bigint, queue text
 $$;
 
 CREATE FUNCTION awa.find_job_v2(p_id bigint) RETURNS TABLE(id bigint, queue text, kind text, state text, priority smallint, attempt smallint, max_attempts smallint, args json, metadata json, tags text[], created_at timestamp with time zone, run_at timestamp with time zone, claimed_at timestamp with time zone, ended_at timestamp with time zone, elapsed_ms integer, runtime bigint, hostname text, pid integer, waits_for text, error json, history json)
-    LANGUAGE plpgsql STABLE
+    LANGUAGE plpgsql STABLE SECURITY DEFINER
     SET plan_cache_mode TO 'force_generic_plan'
     SET enable_seqscan TO 'off'
     SET max_parallel_workers_per_gather TO '0'
     SET jit TO 'off'
+    SET search_path TO 'pg_catalog', 'pg_temp'
     AS $$
 #variable_conflict use_column
 DECLARE
@@ -1301,8 +1312,9 @@ BEGIN
 END $$;
 
 CREATE FUNCTION awa.prune_v1(p_slot smallint, p_entries bigint, p_file oid) RETURNS text
-    LANGUAGE plpgsql
+    LANGUAGE plpgsql SECURITY DEFINER
     SET lock_timeout TO '10ms'
+    SET search_path TO 'pg_catalog', 'pg_temp'
     AS $_$
 DECLARE
     v_found bigint;
@@ -1441,7 +1453,8 @@ BEGIN
 END $$;
 
 CREATE FUNCTION awa.rotate_v1() RETURNS smallint
-    LANGUAGE plpgsql
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
     AS $$
 DECLARE
     v_current smallint;
@@ -1556,7 +1569,7 @@ END $$;
 
 CREATE FUNCTION awa.summarize_v1(p_slot smallint, p_from bigint, p_ranges integer) RETURNS bigint
     LANGUAGE plpgsql SECURITY DEFINER
-    SET search_path TO 'pg_catalog'
+    SET search_path TO 'pg_catalog', 'pg_temp'
     AS $$
 DECLARE
     v_index regclass := format('awa.jobs_%s_id_idx', p_slot)::regclass;
@@ -2005,4 +2018,14 @@ ALTER INDEX awa.jobs_id ATTACH PARTITION awa.jobs_0_id_idx;
 
 ALTER INDEX awa.jobs_lane ATTACH PARTITION awa.jobs_0_queue_lane_xid_entry_id_idx;
 
-ALTER INDEX awa.jobs_lane ATTACH PARTITION awa.jobs_7_queue_lane_xid_entry_id_idx;
+REVOKE ALL ON FUNCTION awa.analyze_v1(p_slot smallint) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION awa.cancel_v1(p_id bigint, p_reason text, p_force boolean, OUT happened text, OUT state text) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION awa.find_job_v2(p_id bigint) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION awa.prune_v1(p_slot smallint, p_entries bigint, p_file oid) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION awa.rotate_v1() FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION awa.summarize_v1(p_slot smallint, p_from bigint, p_ranges integer) FROM PUBLIC;

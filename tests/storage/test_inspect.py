@@ -382,6 +382,7 @@ def test_whoever_may_call_it_may_summarize(conn: Conn) -> None:
     conn.execute("CREATE ROLE awa_only_works")
     try:
         conn.execute("GRANT USAGE ON SCHEMA awa TO awa_only_works")
+        conn.execute("GRANT EXECUTE ON FUNCTION awa.summarize_v1 TO awa_only_works")
         conn.execute("INSERT INTO awa.jobs (queue, kind) SELECT 'q', 'noop' FROM generate_series(1, 5000)")
         turn_to(conn, 1)
         with transaction(conn):

@@ -1,0 +1,90 @@
+"""What a loop tells of itself: when its last round succeeded, whether it fails, how long it has been in one round."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+State = Literal["starting", "ok", "failing", "hung", "dead", "stopped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """A loop at one moment."""
+
+    name: str
+    """Which."""
+    state: State
+    """``failing``: its rounds raise, and it tries again. ``hung``: it has been in one round, or asleep, for too long.
+    ``dead``: its thread is gone, and nobody asked it to end."""
+    last_success_age: float | None
+    """Seconds since a round succeeded; None: none has."""
+    failures: int
+    """Rounds that failed since."""
+    error: str | None
+    """The type of the last one's exception. Not its text: who may see this is not asked for a password."""
+
+    @property
+    def is_alive(self) -> bool:
+        """A new start would be no better."""
+        return self.state not in ("hung", "dead")
+
+
+class Vitals:
+    """Written by the loop's own thread, read by any: each field is one assignment.
+
+    Args:
+        name: The loop's.
+        patience: Seconds that a round may take, or be late, before the loop counts as hung. Above every time-out of
+            what it does, so that a database which is away, or does not answer, makes it fail and not hang.
+    """
+
+    def __init__(self, name: str, *, patience: float) -> None:
+        self.name = name
+        self.patience = patience
+        self.failures = 0
+        self._error: str | None = None
+        self._succeeded_at: float | None = None
+        self._until = time.monotonic()  # asleep till then; a round that is under way was due when it began
+
+    def begin(self) -> None:
+        """A round begins."""
+        self._until = time.monotonic()
+
+    def succeed(self, wait: float = 0.0) -> None:
+        """It did what it should; the next begins in *wait* seconds."""
+        now = self._succeeded_at = time.monotonic()
+        self._until = now + wait
+
+    def fail(self, error: BaseException, wait: float) -> None:
+        """It raised *error*; the next begins in *wait* seconds."""
+        self.failures += 1
+        self._error = type(error).__name__
+        self._until = time.monotonic() + wait
+
+    def recover(self) -> None:
+        """What failed before is over."""
+        self.failures = 0
+        self._error = None
+
+    def pulse(self, *, is_alive: bool = True, is_needed: bool = True, is_stopping: bool = False) -> Pulse:
+        """How it is now.
+
+        Args:
+            is_alive: Its thread runs.
+            is_needed: It has something to do; else it is not late, whatever the time.
+            is_stopping: It was asked to end.
+        """
+        now, succeeded_at, failures = time.monotonic(), self._succeeded_at, self.failures
+        state: State
+        if not is_alive:
+            state = "stopped" if is_stopping else "dead"
+        elif is_needed and now > self._until + self.patience:
+            state = "hung"
+        elif failures:
+            state = "failing"
+        else:
+            state = "starting" if succeeded_at is None else "ok"
+        age = None if succeeded_at is None else max(now - succeeded_at, 0.0)
+        return Pulse(self.name, state, age, failures, self._error)
