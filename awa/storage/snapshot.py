@@ -9,6 +9,7 @@ from typing import Any
 from psycopg import Connection, Cursor
 from psycopg.rows import tuple_row
 
+from awa.storage.rows import read_anything
 from awa.storage.schema import Schema
 
 # The locks come before the snapshot, which the first query takes: TRUNCATE ignores snapshots, and a segment that is
@@ -45,6 +46,7 @@ def one_snapshot(conn: Connection[Any], schema: Schema) -> Iterator[Look]:
         conn: In autocommit mode, with no transaction open.
     """
     with Cursor(conn, row_factory=tuple_row) as cursor:
+        read_anything(cursor)
         cursor.execute(schema.sql(BEGIN))
         try:
             yield Look(cursor, schema)
