@@ -31,8 +31,8 @@ CREATE TRIGGER cut_wait_key BEFORE INSERT OR UPDATE ON awa.waiting_jobs
     FOR EACH ROW WHEN (octet_length(NEW.wait_key) > 804) EXECUTE FUNCTION awa.cut_wait_key();
 
 -- A history with one more ended attempt: the last 20 are kept, and the tracebacks of the last 3. Whatever it is given,
--- it answers with a history that can be read: what came before begins anew when it cannot, an error that cannot is told
--- as such. Else the attempt could never end.
+-- it answers with a history: what came before begins anew when it is odd, an error that cannot be read is told as such.
+-- Else the attempt could never end.
 CREATE OR REPLACE FUNCTION awa.add_history(p_history json, p_attempt integer, p_outcome text, p_ended_at timestamptz,
                                            p_elapsed_ms integer, p_runtime bigint, p_error json) RETURNS json
 LANGUAGE plpgsql IMMUTABLE AS $$
@@ -54,9 +54,7 @@ BEGIN
             )
             SELECT json_agg(CASE WHEN age <= 3 THEN e ELSE (e::jsonb - 'traceback')::json END ORDER BY age DESC)
               INTO v_result FROM newest WHERE age <= 20;
-            IF v_result->-1->>'outcome' <> '' THEN      -- reads all of it
-                RETURN v_result;
-            END IF;
+            RETURN v_result;
         EXCEPTION WHEN OTHERS THEN
             NULL;
         END;
