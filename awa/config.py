@@ -180,7 +180,6 @@ def _queue_spec(value: object) -> QueueSpec:
     if isinstance(value, QueueSpec):
         name, limit = value.name, value.max_workers
     elif isinstance(value, str):
-        value = value.strip()
         found = re.fullmatch(r"(.*):([0-9]{1,9})", value, re.DOTALL)
         name, limit = (found[1], int(found[2])) if found else (value, None)
     else:
@@ -196,7 +195,7 @@ def _queue_spec(value: object) -> QueueSpec:
 
 def _queue_specs(value: object) -> tuple[QueueSpec, ...]:
     if isinstance(value, str):
-        value = [part for part in value.split(",") if part.strip()]
+        value = [part.strip() for part in value.split(",") if part.strip()]
     if isinstance(value, QueueSpec) or not isinstance(value, Iterable):
         raise _Refused("a list of queues, each NAME or NAME:MAX_WORKERS")
     specs = tuple(_queue_spec(item) for item in value)

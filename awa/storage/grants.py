@@ -1,7 +1,7 @@
 """Rights: what a worker, a producer and a reader need of the database, as a script for psql, a check, and advice.
 
 The owner of the tables migrates and needs no grant. Whatever else needs an owner's rights is a function that has them
-(migrations/0018_roles.sql); all other functions act with the rights of their caller.
+(migrations/0016_roles.sql); all other functions act with the rights of their caller.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from psycopg.rows import class_row, tuple_row
 from awa._core import int2_array, text_array
 from awa.errors import AwaError, JobNotFound, SchemaNotMigrated, StaleAttempt
 from awa.job import JobId, JobState
+from awa.storage.rows import read_anything
 from awa.storage.schema import Schema
 
 if TYPE_CHECKING:
@@ -354,9 +355,9 @@ class JobInfo:
     max_attempts: int
     """How many it has."""
     args: Any
-    """As JSON gives them."""
+    """As JSON gives them; their text when Python cannot read it."""
     metadata: Any
-    """As JSON gives it; None when there is none."""
+    """As JSON gives it, likewise; None when there is none."""
     tags: list[str]
     """For finding it again."""
     created_at: datetime
@@ -384,6 +385,9 @@ class JobInfo:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "state", JobState(self.state))
+        found: tuple[Any, Any] = self.error, self.history  # what cannot be read comes as text
+        object.__setattr__(self, "error", found[0] if isinstance(found[0], dict) else None)
+        object.__setattr__(self, "history", found[1] if isinstance(found[1], list) else [])
 
 
 GET = """
@@ -404,6 +408,7 @@ def get_job(conn: Connection[Any], schema: Schema, job_id: int) -> JobInfo:
     """
     try:
         with Cursor(conn, row_factory=class_row(JobInfo)) as cursor:
+            read_anything(cursor)
             # twice: a job that is carried out of a segment which is emptied at this moment is not found at first
             found = cursor.execute(schema.sql(GET), {"id": job_id}).fetchone()
             found = found or cursor.execute(schema.sql(GET), {"id": job_id}).fetchone()

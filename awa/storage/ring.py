@@ -130,7 +130,7 @@ ANALYZE = "SELECT awa.analyze_v1(%(slot)s::smallint)"
 def analyze(conn: Connection[Any], schema: Schema, slot: int) -> None:
     """Give the planner a small sample of a sealed segment: autovacuum stays away from these tables.
 
-    Source: migrations/0018_roles.sql.
+    Source: migrations/0016_roles.sql.
     """
     conn.execute(schema.sql(ANALYZE), {"slot": slot})
 

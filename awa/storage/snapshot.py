@@ -10,6 +10,7 @@ from psycopg import Connection, Cursor
 from psycopg.rows import tuple_row
 
 from awa.storage.grants import explaining
+from awa.storage.rows import read_anything
 from awa.storage.schema import Schema
 
 # The locks come before the snapshot, which the first query takes: TRUNCATE ignores snapshots, and a segment that is
@@ -46,6 +47,7 @@ def one_snapshot(conn: Connection[Any], schema: Schema) -> Iterator[Look]:
         conn: In autocommit mode, with no transaction open.
     """
     with explaining(conn, schema, "reader"), Cursor(conn, row_factory=tuple_row) as cursor:
+        read_anything(cursor)
         cursor.execute(schema.sql(BEGIN))
         try:
             yield Look(cursor, schema)

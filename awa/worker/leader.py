@@ -38,6 +38,7 @@ class Leadership:
         self._heartbeat = heartbeat
         self._identity = identity
         self._renew_at = 0.0
+        self._valid_until = 0.0
         self._runtime = 0
         self.held_seconds: float | None = None
         """For how long this runtime has led without a gap, as of the last renewal; None when another leads."""
@@ -57,9 +58,15 @@ class Leadership:
             if lease.held_seconds is None:
                 pause = min(pause, lease.left_seconds + random.uniform(0.0, JITTER * self._heartbeat))
             self._renew_at = now + pause
+            self._valid_until = now + LASTS * self._heartbeat
             if (self.held_seconds is not None) != was_leading:
                 log.info("this worker %s maintenance", "leads" if self.held_seconds is not None else "no longer leads")
         return self.held_seconds is not None
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the lease cannot have ended since the last renewal: this process may have been frozen meanwhile."""
+        return self.held_seconds is not None and time.monotonic() < self._valid_until
 
     @property
     def seconds_to_renewal(self) -> float:

@@ -131,7 +131,10 @@ class Watch(Service):
 
     def limit(self, attempt: Attempt) -> float:
         """Seconds that *attempt* may take: what the job says, else its kind, else the worker; 0 for no limit."""
-        timeout_ms = attempt.details.get("timeout_ms")
+        try:
+            timeout_ms = attempt.details.get("timeout_ms")
+        except ValueError:
+            timeout_ms = None  # metadata that cannot be read: the handler may stumble over it, not who watches others
         if timeout_ms is not None:
             return float(timeout_ms) / 1000
         options = attempt.handler.options

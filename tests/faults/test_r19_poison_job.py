@@ -47,7 +47,7 @@ class Supervised:
 
 
 def test_it_starts_as_often_as_it_may_and_fails_with_a_reason(client: awa.Client, processes: WorkerProcesses) -> None:
-    poison = client.insert({}, kind="poison", max_attempts=2)
+    poison = client.insert({}, kind="poison", max_attempts=3)
     good = client.insert_many([awa.NewJob({}, kind="good") for _ in range(5)])
     worker = Supervised(processes)
 
@@ -55,11 +55,11 @@ def test_it_starts_as_often_as_it_may_and_fails_with_a_reason(client: awa.Client
         worker.look()
         return client.get(poison.id).state == "failed"
 
-    wait_until(has_failed, timeout=60)
-    assert (processes.directory / "starts").read_text() == "xx"
+    wait_until(has_failed, timeout=90)
+    assert (processes.directory / "starts").read_text() == "xxx"
     info = client.get(poison.id)
-    assert info.attempt == 2
-    assert [(h["type"], "its worker died" in h["text"]) for h in info.history] == [("WorkerDied", True)] * 2
+    assert info.attempt == 3
+    assert [(h["type"], "its worker died" in h["text"]) for h in info.history] == [("WorkerDied", True)] * 3
     wait_until(lambda: worker.look() or all(client.get(job.id).state == "completed" for job in good), timeout=20)
     assert max(client.get(job.id).attempt for job in good) <= 2
 

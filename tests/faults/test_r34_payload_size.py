@@ -6,6 +6,7 @@ Now a notification carries a queue's name at most, batches travel as arrays, and
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psycopg
@@ -70,3 +71,20 @@ def test_notifications_stay_short_whatever_is_inserted(client: awa.Client, datab
     assert len(heard) == 8
     assert {len(one.payload.encode()) for one in heard} <= set(range(801))
     assert all(len(one.channel) < 64 for one in heard)
+
+
+def test_two_thousand_jobs_with_ids_of_19_digits_are_cancelled(
+    client: awa.Client, conn: psycopg.Connection[Any]
+) -> None:
+    """Guard: ids are numbers of 64 bits in every statement, and nothing of a cancel grows with their number."""
+    conn.execute("SELECT setval('awa.entry_id_seq', %s)", [9 * 10**18])
+    jobs = client.insert_many([awa.NewJob({}, kind="k", delay=n % 2 * 3600) for n in range(2000)])
+    assert {len(str(job.id)) for job in jobs} == {19}
+    with ThreadPoolExecutor(4) as pool:
+        done = list(pool.map(lambda job: client.cancel(job.id, reason="x" * 1000), jobs))
+    assert {one.happened for one in done} == {"cancelled"}
+    assert count(conn, "SELECT count(*) FROM awa.ended_jobs WHERE state = 'cancelled'") == 2000
+    assert client.get(jobs[-1].id).state == "cancelled"
+    page = client.admin.list_jobs("cancelled", limit=1000)
+    rest = client.admin.list_jobs("cancelled", limit=1000, after=page.after)
+    assert {job.id for job in (*page.jobs, *rest.jobs)} == {job.id for job in jobs}

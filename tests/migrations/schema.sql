@@ -11,18 +11,34 @@ CREATE TYPE awa.lane_frontier AS (
 CREATE FUNCTION awa.add_history(p_history json, p_attempt integer, p_outcome text, p_ended_at timestamp with time zone, p_elapsed_ms integer, p_runtime bigint, p_error json) RETURNS json
     LANGUAGE plpgsql IMMUTABLE
     AS $$
+DECLARE
+    v_history json := coalesce(p_history, '[]');
+    v_error json := p_error;
+    v_result json;
 BEGIN
-    RETURN (WITH entries AS (
-        SELECT e, n FROM json_array_elements(coalesce(p_history, '[]')) WITH ORDINALITY t(e, n)
-        UNION ALL
-        SELECT json_build_object('attempt', p_attempt, 'outcome', p_outcome, 'ended_at', p_ended_at,
-                                 'elapsed_ms', p_elapsed_ms, 'runtime', p_runtime, 'type', p_error->'type',
-                                 'text', p_error->'text', 'traceback', p_error->'traceback'), 1000
-    ), newest AS (
-        SELECT e, row_number() OVER (ORDER BY n DESC) AS age FROM entries
-    )
-    SELECT json_agg(CASE WHEN age <= 3 THEN e ELSE (e::jsonb - 'traceback')::json END ORDER BY age DESC)
-      FROM newest WHERE age <= 20);
+    FOR v_try IN 1..4 LOOP
+        BEGIN
+            WITH entries AS (
+                SELECT e, n FROM json_array_elements(v_history) WITH ORDINALITY t(e, n)
+                UNION ALL
+                SELECT json_build_object('attempt', p_attempt, 'outcome', p_outcome, 'ended_at', p_ended_at,
+                                         'elapsed_ms', p_elapsed_ms, 'runtime', p_runtime, 'type', v_error->'type',
+                                         'text', v_error->'text', 'traceback', v_error->'traceback'), 1000
+            ), newest AS (
+                SELECT e, row_number() OVER (ORDER BY n DESC) AS age FROM entries
+            )
+            SELECT json_agg(CASE WHEN age <= 3 THEN e ELSE (e::jsonb - 'traceback')::json END ORDER BY age DESC)
+              INTO v_result FROM newest WHERE age <= 20;
+            RETURN v_result;
+        EXCEPTION WHEN OTHERS THEN
+            NULL;
+        END;
+        v_history := CASE WHEN v_try = 2 THEN coalesce(p_history, '[]') ELSE '[]' END;
+        IF v_try = 2 THEN
+            v_error := '{"type": "Unreadable", "text": "its error cannot be read: it is no JSON of text"}';
+        END IF;
+    END LOOP;
+    RETURN NULL;
 END $$;
 
 CREATE FUNCTION awa.analyze_v1(p_slot smallint) RETURNS void
@@ -620,6 +636,14 @@ BEGIN
     END IF;
     RETURN v_entry;
 END $_$;
+
+CREATE FUNCTION awa.cut_wait_key() RETURNS trigger
+    LANGUAGE plpgsql
+    AS $$
+BEGIN
+    NEW.wait_key := left(NEW.wait_key, 201);
+    RETURN NEW;
+END $$;
 
 CREATE FUNCTION awa.end_attempts(p_runtime bigint, p_flush bigint, p_claims bigint[], p_slots smallint[], p_nonces integer[], p_idx smallint[], p_outcomes text[], p_delays double precision[], p_elapsed integer[], p_errors text[]) RETURNS integer[]
     LANGUAGE plpgsql
@@ -1941,6 +1965,12 @@ ALTER TABLE ONLY awa.frontiers
 ALTER TABLE ONLY awa.gone_runtimes
     ADD CONSTRAINT gone_runtimes_pkey PRIMARY KEY (runtime);
 
+ALTER TABLE awa.jobs
+    ADD CONSTRAINT jobs_history_is_readable CHECK (((history IS NULL) OR ((json_typeof(history) = 'array'::text) AND (((history -> '-1'::integer) ->> 'outcome'::text) <> ''::text)))) NOT VALID;
+
+ALTER TABLE awa.jobs
+    ADD CONSTRAINT jobs_priority_is_1_to_4 CHECK (((priority >= 1) AND (priority <= 4))) NOT VALID;
+
 ALTER TABLE ONLY awa.leases
     ADD CONSTRAINT leases_pkey PRIMARY KEY (name);
 
@@ -1959,8 +1989,17 @@ ALTER TABLE ONLY awa.runtime_instances
 ALTER TABLE ONLY awa.schema_migrations
     ADD CONSTRAINT schema_migrations_pkey PRIMARY KEY (version);
 
+ALTER TABLE awa.waiting_jobs
+    ADD CONSTRAINT waiting_jobs_history_is_readable CHECK (((history IS NULL) OR ((json_typeof(history) = 'array'::text) AND (((history -> '-1'::integer) ->> 'outcome'::text) <> ''::text)))) NOT VALID;
+
 ALTER TABLE ONLY awa.waiting_jobs
     ADD CONSTRAINT waiting_jobs_pkey PRIMARY KEY (id);
+
+ALTER TABLE awa.waiting_jobs
+    ADD CONSTRAINT waiting_jobs_priority_is_1_to_4 CHECK (((priority >= 1) AND (priority <= 4))) NOT VALID;
+
+ALTER TABLE awa.waiting_jobs
+    ADD CONSTRAINT waiting_jobs_queue_is_short CHECK ((octet_length(queue) <= 800)) NOT VALID;
 
 CREATE INDEX attempt_ends_claim ON ONLY awa.attempt_ends USING btree (claim_id);
 
@@ -2017,6 +2056,8 @@ ALTER INDEX awa.completions_pkey ATTACH PARTITION awa.completions_0_pkey;
 ALTER INDEX awa.jobs_id ATTACH PARTITION awa.jobs_0_id_idx;
 
 ALTER INDEX awa.jobs_lane ATTACH PARTITION awa.jobs_0_queue_lane_xid_entry_id_idx;
+
+CREATE TRIGGER cut_wait_key BEFORE INSERT OR UPDATE ON awa.waiting_jobs FOR EACH ROW WHEN ((octet_length(new.wait_key) > 804)) EXECUTE FUNCTION awa.cut_wait_key();
 
 REVOKE ALL ON FUNCTION awa.analyze_v1(p_slot smallint) FROM PUBLIC;
 

@@ -96,6 +96,9 @@ class Maintenance(Service):
         for chore in self._chores:
             if self.is_stopping:
                 break
+            if not self._leadership.is_valid:  # another may lead by now; and rescue relies on how long this one has
+                self._is_rung |= is_rung
+                return 0.0
             if (is_rung and chore.hears_bell) or self._due.get(chore.name, 0.0) <= time.monotonic():
                 try:
                     again = chore.run(connection, self._leadership.held_seconds or 0.0)
