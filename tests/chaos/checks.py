@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -238,6 +239,34 @@ CHECKS = (
         """,
     ),
 )
+
+LEFTOVERS = (
+    """
+    SELECT format('%s of backend %s (%s) is still held', locktype || ' lock', pid, application_name)
+      FROM pg_locks JOIN pg_stat_activity USING (pid)
+     WHERE locktype = 'advisory' AND pid <> pg_backend_pid()
+    """,
+    """
+    SELECT format('backend %s (%s) has a transaction open', pid, application_name)
+      FROM pg_stat_activity
+     WHERE backend_type = 'client backend' AND xact_start IS NOT NULL AND pid <> pg_backend_pid()
+    """,
+)
+
+
+def find_leftovers(conn: Connection[Any], *, timeout: float = 15.0) -> list[str]:
+    """What sessions still hold when nobody works any more, above all those of a pooler.
+
+    Args:
+        timeout: Seconds within which whoever was cut off must have been noticed.
+    """
+    until = time.monotonic() + timeout
+    while True:
+        found = [row[0] for query in LEFTOVERS for row in conn.execute(query).fetchall()]
+        if not found or time.monotonic() > until:
+            return found
+        time.sleep(0.1)
+
 
 PREPARE = """
     CREATE TEMP TABLE a_job AS SELECT * FROM ledger.jobs;

@@ -21,6 +21,8 @@ class Report:
 
     seed: int
     """With which it can be repeated, as far as chance is concerned."""
+    notes: list[str]
+    """What could not be inflicted, and why."""
     faults: Mapping[str, int]
     """Inflicted, by kind."""
     figures: Mapping[str, int]
@@ -42,7 +44,7 @@ class Report:
         return asdict(self) | {"is_clean": self.is_clean}
 
     def __str__(self) -> str:
-        lines = [f"seed {self.seed}"]
+        lines = [f"seed {self.seed}", *self.notes]
         for title, numbers in (("faults", self.faults), ("figures", self.figures), ("errors logged", self.errors)):
             lines += ["", title, *(f"  {number:>9,}  {name}" for name, number in numbers.items())]
         lines += ["", "violations"]
@@ -96,7 +98,7 @@ def count_figures(conn: Connection[Any], directory: Path) -> dict[str, int]:
     figures: dict[str, int] = dict(conn.execute(FIGURES).fetchall())
     stale = sum(line["run"] == "stale" for line in journal.read(directory, "worker-*.journal"))
     for line in journal.read(directory, "cutter.journal"):
-        name = f"connections cut, {line['cut']}"
+        name = f"connections: {line['happened']}"
         figures[name] = figures.get(name, 0) + 1
     figures["handlers told that they are stale"] = stale
     logs = "".join(path.read_text(errors="replace") for path in directory.glob("worker-*.log"))
