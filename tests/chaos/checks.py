@@ -156,6 +156,14 @@ CHECKS = (
         """,
     ),
     Check(
+        "effects acknowledged and lost",
+        """
+        SELECT format('mark %s, entry %s', c.mark, c.entry_id)
+          FROM ledger.commits c
+         WHERE NOT EXISTS (SELECT FROM app.effects f WHERE f.mark = c.mark AND f.entry_id = c.entry_id)
+        """,
+    ),
+    Check(
         # By its own worker, that is; what maintenance ends from outside may not have begun.
         "completed without a run",
         """

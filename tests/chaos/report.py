@@ -87,7 +87,8 @@ FIGURES = """
 LOGGED = {
     "outcomes refused as stale": r"(\d+) outcomes were refused",
     "runtimes that found themselves gone": r"WARNING.* was silent for too long",
-    "attempts released whose claim nobody received": r"released (\d+) attempts whose claim",
+    "attempts released whose claim nobody received": r"released (\d+) attempts (?:whose claim|of \d+ claims) ",
+    "flushes that failed": r"WARNING.* recording failed",
     "outcomes that could not be recorded at first": r"recording an outcome failed",
 }
 """What workers log: counted, by the number that is said or by the line."""
