@@ -69,6 +69,7 @@ class Link:
         self._until = until
         self._journal = journal
         self._lock = threading.Lock()
+        self._passing = 2  # threads that go on; guarded by _lock
         self._is_cut = False  # guarded by _lock
         self._how, self._at = self._next()  # guarded by _lock
 
@@ -77,6 +78,7 @@ class Link:
             self._server.connect(self._upstream)
         except OSError:  # it is down
             self._client.close()
+            self._server.close()
             return
         for source, target, what in (
             (self._client, self._server, "request"),
@@ -103,6 +105,12 @@ class Link:
         if not self._is_cut:
             self._end(self._client)
             self._end(self._server)
+        with self._lock:
+            self._passing -= 1
+            is_over = self._passing == 0
+        if is_over:
+            self._client.close()
+            self._server.close()
 
     def _happens(self, what: str) -> str | None:
         """What happens now to a request or an answer, if anything does."""
