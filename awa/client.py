@@ -21,6 +21,7 @@ from awa.storage import control, jobs
 from awa.storage.control import Controlled
 from awa.storage.jobs import JobInfo
 from awa.storage.pool import Pool
+from awa.storage.pooler import declare_as
 from awa.storage.schema import Schema
 from awa.version import VERSION
 
@@ -45,6 +46,8 @@ class Client:
         priority: 1, which runs first, to 4.
         max_attempts: 1 to 1000.
         notify: Whether inserts wake an idle worker; None: AWA_NOTIFY, or on. Off for users of two-phase commit.
+        pooler: ``on`` or ``off``: whether the database's address is a transaction pooler's; None: AWA_POOLER, or
+            ``auto``, which looks.
         max_args_bytes: Most bytes of a job's args, and of its metadata; None: AWA_MAX_ARGS_BYTES, or 256 KiB.
         pool_size: Most connections that inserts and handlers share, 1 to 1000.
 
@@ -61,6 +64,7 @@ class Client:
         priority: int = 2,
         max_attempts: int = 25,
         notify: bool | None = None,
+        pooler: str | None = None,
         max_args_bytes: int | None = None,
         pool_size: int = 10,
     ) -> None:
@@ -69,10 +73,11 @@ class Client:
                 f"database must be a libpq connection string or URL, or None to look for it, got {database!r}"
             )
         self._database = database
-        self._arguments = {"schema": schema, "notify": notify, "max_args_bytes": max_args_bytes}
+        self._arguments = {"schema": schema, "notify": notify, "pooler": pooler, "max_args_bytes": max_args_bytes}
         settings = self._settings()
         self._schema = Schema(settings.schema)
         self._notify = settings.notify
+        self._pooler = settings.pooler
         self._defaults = Defaults(
             queue=options.declared(options.check_queue, queue),
             priority=options.declared(options.check_priority, priority),
@@ -298,6 +303,7 @@ class Client:
         failed_retention: float | timedelta | None = None,
         dead_retention: float | timedelta | None = None,
         rotate_after: float | timedelta | None = None,
+        listen_url: str | None = None,
         flags: dict[str, object] | None = None,
     ) -> Worker:
         """A worker for the tasks declared so far; a context manager, or call its ``start`` and ``stop``.
@@ -307,6 +313,7 @@ class Client:
             threads: Handlers that run at once; None: AWA_THREADS, or 10.
             poll_interval, heartbeat, stale_after, timeout, shutdown_timeout, completed_retention, failed_retention,
                 dead_retention, rotate_after: Seconds; see :class:`awa.config.Settings`.
+            listen_url: The database's address past a transaction pooler; None: AWA_LISTEN_URL, or none.
             flags: Settings that came from a command line; an argument here goes before them.
 
         Raises:
@@ -326,6 +333,7 @@ class Client:
             "failed_retention": failed_retention,
             "dead_retention": dead_retention,
             "rotate_after": rotate_after,
+            "listen_url": listen_url,
         }
         return Worker(
             registry=self.registry,
@@ -356,6 +364,7 @@ class Client:
     def _conninfo(self) -> str:
         found = find_database(self._database)
         if found is not None:
+            declare_as(found.conninfo, self._pooler)
             return found.conninfo
         # the private server's code is loaded only when it is needed, and works on fewer platforms
         from awa.embedded import find_or_start_database

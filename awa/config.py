@@ -68,6 +68,10 @@ class Settings:
     """Seconds after which a new segment is begun; 0 for a sixth of ``completed_retention``, at least a minute."""
     notify: bool = True
     """Whether inserts wake an idle worker; off for users of two-phase commit."""
+    pooler: str = "auto"
+    """Whether the database's address is a transaction pooler's: ``on``, ``off``, or ``auto`` to look."""
+    listen_url: str = field(default="", repr=False)
+    """The database's address past the pooler, where workers claim and are woken; empty: they use the other one."""
     max_args_bytes: int = 256 * 1024
     """Most bytes of a job's args, and of its metadata."""
     schema: str = "awa"
@@ -135,6 +139,12 @@ def _one_of(*choices: str) -> Callable[[object], str]:
     return parse
 
 
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise _Refused("a text")
+    return value.strip()
+
+
 def _schema(value: object) -> str:
     accepted = f"a name of 1 to {SCHEMA_BYTES} bytes from letters, digits, _, - and spaces that does not begin with pg_"
     if not isinstance(value, str) or value.startswith("pg_") or not value.strip(" "):
@@ -190,6 +200,8 @@ _PARSERS: Mapping[str, Callable[[object], Any]] = {
     "dead_retention": _seconds(0, LONGEST_RETENTION),
     "rotate_after": _seconds(0, LONGEST_RETENTION),
     "notify": _switch,
+    "pooler": _one_of("auto", "on", "off"),
+    "listen_url": _text,
     "max_args_bytes": _whole_number(1, 64 * 1024 * 1024),
     "schema": _schema,
     "log_format": _one_of("text", "json"),
@@ -198,6 +210,8 @@ _PARSERS: Mapping[str, Callable[[object], Any]] = {
 
 
 def _parse(name: str, value: object, source: str) -> Any:
+    if name == "listen_url" and isinstance(value, str) and value.strip():
+        return _check_conninfo(value.strip(), source)  # which repeats no password
     try:
         return _PARSERS[name](value)
     except _Refused as refused:

@@ -36,6 +36,8 @@ from awa.embedded import find_or_start_database
 from awa.errors import AwaError
 from awa.job import Job
 from awa.storage.migrate import migrate
+from awa.storage.pool import connect
+from awa.storage.pooler import is_pooled
 from awa.storage.schema import Schema
 
 if TYPE_CHECKING:
@@ -131,7 +133,12 @@ def run(database: str | None = None) -> None:
     show = Show()
     show.say("awa demo: every .py file of Python's standard library becomes a job.")
     found = find_or_start_database(database)
-    with psycopg.connect(found.conninfo, autocommit=True, fallback_application_name="awa demo") as conn:
+    with connect(found.conninfo, name="demo") as conn:
+        if is_pooled(conn):
+            raise AwaError(
+                "the demo needs a session of its own, which it has not got through a transaction pooler: name the"
+                " database's direct address with --database"
+            )
         prepare(conn)
         show.fact("database", _name(conn, found))
         show.fact("schemas", f"{SCHEMA.name} and {APPLICATION}, made anew; nothing else is touched")

@@ -1,3 +1,3 @@
 """The fixtures that every test can ask for, by file."""
 
-pytest_plugins = ["tests.fixtures.db", "tests.fixtures.jobs", "tests.fixtures.late", "tests.fixtures.proxy"]
+pytest_plugins = [f"tests.fixtures.{name}" for name in ("db", "jobs", "late", "pooler", "proxy")]

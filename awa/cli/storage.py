@@ -19,6 +19,7 @@ from awa.storage import rebase as rebasing
 from awa.storage.check import Report, check_storage
 from awa.storage.migrate import check_schema
 from awa.storage.pool import connect
+from awa.storage.pooler import declare_as
 from awa.storage.rebase import Rebased, Survey, survey
 from awa.storage.schema import Schema
 from awa.storage.status import SlotStatus, read_status
@@ -43,8 +44,10 @@ def _options(command: Command) -> Command:
 
 @contextmanager
 def _connected(database: str | None, schema_name: str | None) -> Iterator[tuple[Connection, Schema]]:
-    schema = Schema(load_settings(flags={"schema": schema_name}).schema)
-    with connect(find_or_start_database(database).conninfo, name="storage") as conn:
+    settings = load_settings(flags={"schema": schema_name})
+    schema, conninfo = Schema(settings.schema), find_or_start_database(database).conninfo
+    declare_as(conninfo, settings.pooler)
+    with connect(conninfo, name="storage") as conn:
         check_schema(conn, schema)
         yield conn, schema
 

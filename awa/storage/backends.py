@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -36,21 +37,36 @@ def backend_of(conn: Connection[Any]) -> Backend | None:
     return None if found is None or found[1] is None else Backend(*found)
 
 
-END = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = %(pid)s AND backend_start = %(started_at)s"
+# Its last statement tells whose it is, should a pooler that nobody noticed have lent it to another client. It is empty
+# where the server does not track it.
+END = """
+    SELECT pg_terminate_backend(pid)
+      FROM pg_stat_activity
+     WHERE pid = %(pid)s AND backend_start = %(started_at)s
+       AND (%(last)s::text[] IS NULL OR query = '' OR left(query, 40) = ANY (%(last)s))
+"""
 
 
-def end_backend(conn: Connection[Any], backend: Backend) -> bool:
+def end_backend(conn: Connection[Any], backend: Backend, *, last: Sequence[str] | None = None) -> bool:
     """End *backend*, which belongs to a lost or frozen client of this role; whether it is gone.
 
     A backend does not notice that its client is gone before it has answered. One that was about to claim would do so
     after everybody has looked.
 
+    Args:
+        last: Only if its last statement is one of these, which are at least 40 characters long; None: whatever it is.
+
     Raises:
         psycopg.errors.InsufficientPrivilege: It belongs to another role.
     """
+    heads = None if last is None else [text[:40] for text in last]
+    return _end(conn, END, {"pid": backend.pid, "started_at": backend.started_at, "last": heads})
+
+
+def _end(conn: Connection[Any], query: str, params: dict[str, Any]) -> bool:
     until = time.monotonic() + END_TIMEOUT
     with Cursor(conn, row_factory=tuple_row) as cursor:
-        while cursor.execute(END, {"pid": backend.pid, "started_at": backend.started_at}).fetchone() is not None:
+        while cursor.execute(query, params).fetchone() is not None:
             if time.monotonic() > until:
                 return False
             time.sleep(0.02)
@@ -97,3 +113,25 @@ def list_holders(conn: Connection[Any], schema: Schema, lock: str) -> list[Holde
         Holder(pid, role, None if started_at is None else Backend(pid, started_at), wait)
         for pid, role, started_at, wait in found
     ]
+
+
+# Looked at again in the statement that ends it: through a pooler another client may have got the backend since.
+END_HOLDER = """
+    SELECT pg_terminate_backend(a.pid)
+      FROM pg_stat_activity a
+     WHERE a.pid = %(pid)s AND a.backend_start = %(started_at)s AND a.wait_event_type = 'Client'
+       AND EXISTS (SELECT FROM pg_locks l
+                    WHERE l.pid = a.pid AND l.locktype = 'advisory' AND l.granted AND l.objsubid = 1
+                      AND l.database = (SELECT d.oid FROM pg_database d WHERE d.datname = current_database())
+                      AND l.classid::bigint << 32 | l.objid::bigint = hashtextextended('awa.' || %(lock)s, 0))
+"""
+
+
+def end_holder(conn: Connection[Any], schema: Schema, backend: Backend, lock: str) -> bool:
+    """End *backend* if it holds *lock* and waits for its client now; whether it does not hold it so any more.
+
+    Raises:
+        psycopg.errors.InsufficientPrivilege: It belongs to another role.
+    """
+    params = {"pid": backend.pid, "started_at": backend.started_at, "lock": lock}
+    return _end(conn, schema.sql(END_HOLDER), params)

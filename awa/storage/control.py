@@ -12,6 +12,7 @@ from psycopg.rows import dict_row, scalar_row
 from awa.errors import JobBusy, JobNotFound
 from awa.job import JobId, JobState
 from awa.storage.jobs import _MISSING, _not_migrated
+from awa.storage.pooler import read_committed
 from awa.storage.schema import Schema
 
 
@@ -73,7 +74,8 @@ def move_job(conn: Connection[Any], schema: Schema, job_id: int, queue: str) -> 
 def _control(conn: Connection[Any], schema: Schema, job_id: int, text: str, params: dict[str, Any]) -> Controlled:
     try:
         with Cursor(conn, row_factory=dict_row) as cursor:
-            found = cursor.execute(schema.sql(text), {"id": job_id} | params).fetchone()
+            read_committed(cursor, schema.sql(text), {"id": job_id} | params)
+            found = cursor.fetchone()
     except _MISSING as error:
         raise _not_migrated(schema) from error
     assert found is not None

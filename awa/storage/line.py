@@ -20,6 +20,7 @@ from psycopg.pq import ConnStatus, DiagnosticField, ExecStatus, Format
 from awa._core import Attempt, Flush, Handler, decode_batch, int2_array, text_array
 from awa.errors import RuntimeGone, StorageNotTrusted
 from awa.storage.backends import backend_of
+from awa.storage.pooler import MISSING_STATEMENT, SET_READ_COMMITTED, declare, is_pooled
 from awa.storage.schema import Schema
 from awa.storage.trust import connect_trusted, rebase_command
 
@@ -44,6 +45,14 @@ UNLOCK_BELL = "SELECT pg_advisory_unlock(hashtextextended('awa.bell:' || $1::tex
 
 # Sent whether or not somebody holds the bell: whoever serves the queue and has a free thread comes and takes it.
 ASK_FOR_HELP = "SELECT pg_notify(awa.channel(), $1::text)"
+
+STATEMENTS = {b"settle": SETTLE, b"claim": CLAIM, b"fetch": FETCH_ARGS, b"unlock": UNLOCK_BELL, b"help": ASK_FOR_HELP}
+
+
+def statements(schema: Schema) -> list[str]:
+    """All that a line ever sends, once it is open."""
+    return [schema.sql(text) for text in STATEMENTS.values()]
+
 
 HELP = "\x01"
 """Begins a notification that asks for help; the queue follows."""
@@ -124,28 +133,27 @@ class Line:
         self._handlers = {kind.encode(): handler for kind, handler in handlers.items()}
         self._kinds = text_array(sorted(handlers))
         self._schema = schema
+        self._conninfo = conninfo
         self._connection: Connection = connect_trusted(conninfo, schema, name="worker")
         try:
-            self.backend = backend_of(self._connection)
-            """The server's process; it may outlive the connection."""
+            self.is_pooled = is_pooled(self._connection)
+            """It leads through a transaction pooler: it hears no notification and holds no bell."""
+            self.backend = None if self.is_pooled else backend_of(self._connection)
+            """The server's process, which may outlive the connection; None when there is none of its own."""
             self._prepare()
         except BaseException:
             self._connection.close()
             raise
 
     def _prepare(self) -> None:
-        self._connection.execute(f"LISTEN {self._schema.channel}")
         self._pg = self._connection.pgconn
-        for name, text in (
-            (b"settle", SETTLE),
-            (b"claim", CLAIM),
-            (b"fetch", FETCH_ARGS),
-            (b"unlock", UNLOCK_BELL),
-            (b"help", ASK_FOR_HELP),
-        ):
-            result = self._pg.prepare(b"awa_" + name, self._schema.sql(text).encode())
-            if result.status != ExecStatus.COMMAND_OK:
-                raise psycopg.errors.error_from_result(result)
+        self._texts = {name: self._schema.sql(text).encode() for name, text in STATEMENTS.items()}
+        if not self.is_pooled:
+            self._connection.execute(f"LISTEN {self._schema.channel}")
+            for name, text in self._texts.items():
+                result = self._pg.prepare(b"awa_" + name, text)
+                if result.status != ExecStatus.COMMAND_OK:
+                    raise psycopg.errors.error_from_result(result)
         self._pg.nonblocking = 1
         self._pg.enter_pipeline_mode()
         self._poll = select.poll()
@@ -273,9 +281,13 @@ class Line:
         return self._receive()
 
     def _send(self, name: bytes, params: Sequence[bytes | None]) -> None:
-        self._pg.send_query_prepared(
-            b"awa_" + name, params, param_formats=[Format.BINARY] * len(params), result_format=Format.BINARY
-        )
+        formats = [Format.BINARY] * len(params)
+        if self.is_pooled:
+            # up to the Sync they are one transaction, and one that fails leaves nothing open
+            self._pg.send_query_params(SET_READ_COMMITTED.encode(), None)
+            self._pg.send_query_params(self._texts[name], params, param_formats=formats, result_format=Format.BINARY)
+        else:
+            self._pg.send_query_prepared(b"awa_" + name, params, param_formats=formats, result_format=Format.BINARY)
         # A Sync behind every statement: without it they would be one transaction.
         self._pg.pipeline_sync()
 
@@ -307,6 +319,10 @@ class Line:
                     error = psycopg.errors.error_from_result(result)
                     if result.error_field(DiagnosticField.SQLSTATE) is None or self._pg.status != ConnStatus.OK:
                         raise psycopg.OperationalError(str(error)) from error
+                    if error.sqlstate in MISSING_STATEMENT and not self.is_pooled:
+                        declare(self._conninfo, is_pooler=True)
+                        self.backend = None
+                        raise psycopg.OperationalError(f"a transaction pooler is in between: {error}") from error
                 case _:
                     pass
         self._collect()

@@ -13,6 +13,7 @@ from psycopg import Connection
 from psycopg.pq import Conninfo
 
 from awa.errors import DatabaseNotFound
+from awa.storage.pooler import settle_in
 
 if TYPE_CHECKING:
     from psycopg_pool import ConnectionPool
@@ -26,12 +27,9 @@ _DEFAULTS = {
     "tcp_user_timeout": "30000",
 }
 
-# Claims, settles and fences read what was committed before each statement, whatever the role's default says.
-_SESSION = "SET SESSION CHARACTERISTICS AS TRANSACTION ISOLATION LEVEL READ COMMITTED"
-
 
 def connect(conninfo: str, *, name: str) -> Connection:
-    """A connection of the library's own: autocommit, READ COMMITTED.
+    """A connection of the library's own: autocommit, READ COMMITTED; see :mod:`awa.storage.pooler` for the latter.
 
     Args:
         name: What it is for, as ``pg_stat_activity`` shows it after ``awa``, unless the user has a name of his own.
@@ -44,7 +42,11 @@ def connect(conninfo: str, *, name: str) -> Connection:
     except psycopg.OperationalError as error:
         said = " ".join(str(error).split())
         raise DatabaseNotFound(f"no connection to the database{_where(conninfo)}: {said}: {_advice(said)}") from error
-    connection.execute(_SESSION)
+    try:
+        settle_in(connection, conninfo)
+    except BaseException:
+        connection.close()
+        raise
     return connection
 
 
@@ -76,6 +78,10 @@ _ADVICE = (
     ("too many clients", "raise max_connections of the server, or lower threads and pool_size"),
     ("remaining connection slots", "raise max_connections of the server, or lower threads and pool_size"),
     ("no pg_hba.conf entry", "let the server's pg_hba.conf admit this user from here"),
+    (
+        "unsupported startup parameter",
+        "leave it out, or name it in ignore_startup_parameters of pgbouncer",
+    ),
     ("password", "check the user and the password; it can also be in PGPASSWORD or ~/.pgpass"),
     ('role "', "check the user, or create it with createuser"),
     ('database "', "check the database's name, or create it with createdb"),
@@ -116,7 +122,7 @@ class Pool:
                     min_size=1,
                     max_size=self._size,
                     kwargs={"autocommit": True} | _unless_given(self._conninfo, "client"),
-                    configure=_configure,
+                    configure=lambda connection: settle_in(connection, self._conninfo),
                     open=True,
                     name=f"awa-{os.getpid()}",
                 )
@@ -152,7 +158,3 @@ class Pool:
             mine = self._pid == os.getpid()
         if pool is not None and mine:
             pool.close()
-
-
-def _configure(connection: Connection) -> None:
-    connection.execute(_SESSION)

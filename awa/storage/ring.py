@@ -14,6 +14,7 @@ from typing import Any
 from psycopg import Connection
 from psycopg.rows import class_row, scalar_row, tuple_row
 
+from awa.storage.pooler import read_committed
 from awa.storage.schema import Schema
 
 SLOTS = 8
@@ -103,7 +104,8 @@ def rotate(conn: Connection[Any], schema: Schema) -> int | None:
     Source: migrations/0008_ring.sql.
     """
     with conn.cursor(row_factory=scalar_row) as cursor:
-        return cursor.execute(schema.sql(ROTATE)).fetchone()
+        read_committed(cursor, schema.sql(ROTATE), {})
+        return cursor.fetchone()
 
 
 # A crash between setting the sequence and committing what the ring says of it.
@@ -268,7 +270,8 @@ def carry(conn: Connection[Any], schema: Schema, slot: int, queue: str, *, limit
     Source: migrations/0008_ring.sql.
     """
     with conn.cursor(row_factory=scalar_row) as cursor:
-        found = cursor.execute(schema.sql(CARRY), {"slot": slot, "queue": queue, "limit": limit}).fetchone()
+        read_committed(cursor, schema.sql(CARRY), {"slot": slot, "queue": queue, "limit": limit})
+        found = cursor.fetchone()
     assert found is not None
     return None if found < 0 else int(found)
 
@@ -289,4 +292,5 @@ def prune(conn: Connection[Any], schema: Schema, slot: int, *, entries: int, fil
     Source: migrations/0008_ring.sql.
     """
     with conn.cursor(row_factory=scalar_row) as cursor:
-        return str(cursor.execute(schema.sql(PRUNE), {"slot": slot, "entries": entries, "file": file}).fetchone())
+        read_committed(cursor, schema.sql(PRUNE), {"slot": slot, "entries": entries, "file": file})
+        return str(cursor.fetchone())

@@ -9,6 +9,7 @@ from uuid import UUID
 from psycopg import Connection
 from psycopg.rows import class_row, scalar_row
 
+from awa.storage.pooler import read_committed
 from awa.storage.schema import Schema
 
 REGISTER = """
@@ -76,7 +77,8 @@ def heartbeat(conn: Connection, schema: Schema, runtime: int, *, newest_claim: i
         open_claims: The older claims of which a member is open.
     """
     with conn.cursor(row_factory=scalar_row) as cursor:
-        cursor.execute(
+        read_committed(
+            cursor,
             schema.sql(HEARTBEAT),
             {"runtime": runtime, "newest_claim": newest_claim, "open_claims": list(open_claims)},
         )
@@ -149,7 +151,8 @@ def fence(conn: Connection, schema: Schema, runtime: int, *, stale_after: float)
     Source: migrations/0005_rescue.sql.
     """
     with conn.cursor(row_factory=scalar_row) as cursor:
-        return bool(cursor.execute(schema.sql(FENCE), {"runtime": runtime, "stale_after": stale_after}).fetchone())
+        read_committed(cursor, schema.sql(FENCE), {"runtime": runtime, "stale_after": stale_after})
+        return bool(cursor.fetchone())
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +176,8 @@ def rescue(conn: Connection, schema: Schema, runtime: int, *, limit: int, skip: 
     Source: migrations/0005_rescue.sql.
     """
     with conn.cursor(row_factory=class_row(Rescued)) as cursor:
-        found = cursor.execute(schema.sql(RESCUE), {"runtime": runtime, "limit": limit, "skip": skip}).fetchone()
+        read_committed(cursor, schema.sql(RESCUE), {"runtime": runtime, "limit": limit, "skip": skip})
+        found = cursor.fetchone()
     assert found is not None
     return found
 
@@ -229,7 +233,8 @@ def expire(conn: Connection, schema: Schema, runtime: int, *, behind: float, lim
     Source: migrations/0012_deadlines.sql.
     """
     with conn.cursor(row_factory=class_row(Expired)) as cursor:
-        cursor.execute(schema.sql(EXPIRE), {"runtime": runtime, "behind": behind, "limit": limit, "skip": skip})
+        params = {"runtime": runtime, "behind": behind, "limit": limit, "skip": skip}
+        read_committed(cursor, schema.sql(EXPIRE), params)
         found = cursor.fetchone()
     assert found is not None
     return found
@@ -274,7 +279,7 @@ HOLD_LEASE = """
 def hold_lease(conn: Connection, schema: Schema, name: str, runtime: int, *, seconds: float) -> Lease:
     """Take or renew the lease *name* for *seconds*, unless another holds it."""
     with conn.cursor(row_factory=class_row(Lease)) as cursor:
-        cursor.execute(schema.sql(HOLD_LEASE), {"name": name, "runtime": runtime, "seconds": seconds})
+        read_committed(cursor, schema.sql(HOLD_LEASE), {"name": name, "runtime": runtime, "seconds": seconds})
         # no row: another took it first, ever, at this very moment
         return cursor.fetchone() or Lease(None, 0.0)
 

@@ -14,7 +14,7 @@ from typing import Any
 from psycopg import Connection
 from psycopg.rows import tuple_row
 
-from awa.errors import StorageNotTrusted
+from awa.errors import ConfigError, StorageNotTrusted
 from awa.storage.pool import connect
 from awa.storage.reach import find_unreachable, whole_storage
 from awa.storage.schema import Schema
@@ -49,6 +49,29 @@ def read_origin(conn: Connection[Any], schema: Schema) -> tuple[Origin, Origin |
         row = cursor.execute(schema.sql(ORIGIN)).fetchone()
     assert row is not None
     return Origin(row[0], row[1]), None if row[2] is None else Origin(row[2], row[3])
+
+
+SERVER = """
+    SELECT s.system_identifier, d.oid::bigint, pg_postmaster_start_time()
+      FROM pg_control_system() s
+      JOIN pg_database d ON d.datname = current_database()
+"""
+
+
+def check_same_server(conn: Connection[Any], listen_url: str) -> None:
+    """Return when *listen_url* leads to the database of *conn*, in the same running server.
+
+    Raises:
+        ConfigError: It leads elsewhere: to another database, or to a copy.
+        DatabaseNotFound: It leads nowhere.
+    """
+    with connect(listen_url, name="start") as direct:
+        found = [one.cursor(row_factory=tuple_row).execute(SERVER).fetchone() for one in (conn, direct)]
+    if found[0] != found[1]:
+        raise ConfigError(
+            "listen_url leads to another database, or to another server, than the database's address: give the direct"
+            " address of the same one"
+        )
 
 
 def connect_trusted(conninfo: str, schema: Schema, *, name: str) -> Connection:

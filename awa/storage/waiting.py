@@ -5,6 +5,7 @@ from __future__ import annotations
 from psycopg import Connection
 from psycopg.rows import scalar_row
 
+from awa.storage.pooler import is_pooled, read_committed
 from awa.storage.schema import Schema
 
 PROMOTE = "SELECT awa.promote_v1(coalesce(clock_timestamp() - %(behind)s * interval '1 s', '-infinity'), %(limit)s)"
@@ -20,7 +21,8 @@ def promote(conn: Connection, schema: Schema, *, behind: float | None, limit: in
         How many were moved; *limit* means that there may be more.
     """
     with conn.cursor(row_factory=scalar_row) as cursor:
-        return int(cursor.execute(schema.sql(PROMOTE), {"behind": behind, "limit": limit}).fetchone() or 0)
+        read_committed(cursor, schema.sql(PROMOTE), {"behind": behind, "limit": limit})
+        return int(cursor.fetchone() or 0)
 
 
 SECONDS_TO_NEXT = """
@@ -50,10 +52,14 @@ TAKE_LEADER_BELL = "SELECT pg_try_advisory_lock(hashtextextended('awa.bell:', 0)
 def take_leader_bell(conn: Connection, schema: Schema) -> bool:
     """Have jobs that are due soon ring for this connection, until it closes; False while another holds the bell.
 
+    Through a pooler nobody can be rung for: True, so that nobody tries again.
+
     A ring is a notification with an empty payload. It is heard even without the bell, as long as somebody holds it: a
     leader that vanished with its host does for a while. Look for due jobs afterwards; what was inserted before rang
     for nobody.
     """
+    if is_pooled(conn):
+        return True
     conn.execute(f"LISTEN {schema.channel}")
     with conn.cursor(row_factory=scalar_row) as cursor:
         return bool(cursor.execute(schema.sql(TAKE_LEADER_BELL)).fetchone())

@@ -18,7 +18,7 @@ from awa.worker import logs
 
 log = logging.getLogger("awa.worker")
 
-_CLIENTS_OWN = {"schema", "notify", "max_args_bytes"}
+_CLIENTS_OWN = {"schema", "notify", "pooler", "max_args_bytes"}
 """Settings that a client has before it makes a worker."""
 
 
@@ -88,6 +88,8 @@ def _what(value: object) -> str:
 @click.option("--dead-retention", metavar="SECONDS", help="How long dead letters stay readable.")
 @click.option("--rotate-after", metavar="SECONDS", help="When a new segment is begun; 0 leaves it to the retention.")
 @click.option("--notify/--no-notify", default=None, help="Wake workers by NOTIFY, or leave it to polling.")
+@click.option("--pooler", metavar="auto|on|off", help="Whether the database is behind a transaction pooler.")
+@click.option("--listen-url", metavar="URL", help="The database past the pooler, to claim and be woken there.")
 @click.option("--max-args-bytes", metavar="N", help="Most bytes of a job's args, and of its metadata.")
 @click.option("--log-format", metavar="text|json", help="How logs are written.")
 @click.option("--log-level", metavar="LEVEL", help="debug, info, warning or error.")

@@ -48,13 +48,14 @@ class Bell:
     Args:
         queues: What the process serves.
         poll_interval: Longest wait in seconds.
-        use_bells: False polls only.
+        use_bells: False polls only; it may change while no bell is held.
     """
 
     def __init__(self, queues: tuple[str, ...], *, poll_interval: float, use_bells: bool) -> None:
         self._queues = queues
         self._poll_interval = poll_interval
-        self._use_bells = use_bells
+        self.use_bells = use_bells
+        """Whether it asks to be woken."""
         self._rate = 0.0
         self._rate_at = 0.0
         self._gap = FIRST_POLL
@@ -112,7 +113,7 @@ class Bell:
             return PACE, False
         if self.is_armed:
             return min(self._poll_interval, max(FIRST_POLL, (now - self._armed_at) * 0.25)), False
-        if not self._use_bells:
+        if not self.use_bells:
             wait, self._gap = self._gap, min(self._gap * 1.25, self._poll_interval)
             return wait, False
         if now >= self._next_try:

@@ -16,9 +16,9 @@ import psycopg
 from awa._core import Attempt, Crew, Flush, Handler, Outcomes
 from awa.config import QueueSpec
 from awa.errors import AwaError, RuntimeGone, StorageNotTrusted
-from awa.storage import backends, recovery
+from awa.storage import backends, pooler, recovery
 from awa.storage.backends import Backend
-from awa.storage.line import HELP, Line, Reply, Wanted
+from awa.storage.line import HELP, Line, Reply, Wanted, statements
 from awa.storage.schema import Schema
 from awa.storage.trust import connect_trusted
 from awa.worker.bell import FIRST_POLL, PACE, Bell
@@ -90,7 +90,9 @@ class Claimer:
         self._identity = identity
         self._on_gone = on_gone
         self._on_fatal = on_fatal
+        self._notify = notify
         self._bell = Bell(tuple(spec.name for spec in queues), poll_interval=poll_interval, use_bells=notify)
+        self._poll_interval = poll_interval
         self._held = HeldQueues(conninfo, schema)
         self._line: Line | None = None
         self._is_in_doubt = False
@@ -433,13 +435,17 @@ class Claimer:
                 self._untrusted = error
                 raise
             self._is_in_doubt = False
+            self._bell.use_bells = self._notify and not self._line.is_pooled
+            if self._notify and self._line.is_pooled:
+                pooler.tell_once(self._poll_interval)
         return self._line
 
     def _resolve_doubt(self) -> None:
         """Give back what the lost connection may have claimed without an answer; only when its backend is gone."""
         with connect_trusted(self._conninfo, self._schema, name="recovery") as connection:
             released: int | None = None
-            if self._lost is None or backends.end_backend(connection, self._lost):
+            last = statements(self._schema)
+            if self._lost is None or backends.end_backend(connection, self._lost, last=last):
                 released = recovery.release_unknown_claims(
                     connection, self._schema, self._identity(), newest=self._outcomes.newest_claim
                 )

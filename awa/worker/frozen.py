@@ -53,7 +53,7 @@ class FrozenHolders:
                     self._complain(holder, lock)
             elif (holder.client_wait or 0.0) >= HELD_FOR:
                 try:
-                    backends.end_backend(conn, holder.backend)
+                    backends.end_holder(conn, self._schema, holder.backend, lock)
                 except psycopg.errors.InsufficientPrivilege:
                     self._complain(holder, lock)
                     continue

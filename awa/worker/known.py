@@ -9,6 +9,8 @@ list.
 from __future__ import annotations
 
 import logging
+import random
+import time
 from collections.abc import Callable
 
 from psycopg import Connection
@@ -19,6 +21,13 @@ from awa.storage import backends, recovery, runtimes
 from awa.storage.schema import Schema
 
 log = logging.getLogger("awa.worker")
+
+LOOKS = 10
+"""How often to look for a moment at which nobody claims, when it cannot be told who does: through a pooler the process
+that claims has no backend of its own."""
+
+PAUSE = 0.01
+"""Seconds between them."""
 
 
 class KnownClaims:
@@ -62,8 +71,7 @@ class KnownClaims:
         after = self.number
         line = self._line()
         newest = self._outcomes.newest_claim
-        holders = backends.list_holders(connection, self._schema, f"runtime:{runtime}")
-        if any(holder.pid != line for holder in holders):
+        if not self._have_others_ended(connection, runtime, line):
             return after
         found = recovery.list_claims(connection, self._schema, runtime, after=after)
         is_certain = self._is_certain()
@@ -72,6 +80,15 @@ class KnownClaims:
             return after
         self.number = max(after, newest)
         return self.number
+
+    def _have_others_ended(self, connection: Connection, runtime: int, line: int | None) -> bool:
+        for _ in range(1 if line is not None else LOOKS):
+            holders = backends.list_holders(connection, self._schema, f"runtime:{runtime}")
+            if not any(holder.pid != line for holder in holders):
+                return True
+            if line is None:
+                time.sleep(PAUSE * random.uniform(0.5, 1.5))
+        return False
 
     def leave(self, connection: Connection, runtime: int) -> bool:
         """Say that *runtime* has ended, so that nobody claims for it ever more; when nothing of it is open.

@@ -25,7 +25,7 @@ from awa.registry import Registry
 from awa.storage.migrate import check_schema
 from awa.storage.pool import connect
 from awa.storage.schema import Schema
-from awa.storage.trust import check_origin
+from awa.storage.trust import check_origin, check_same_server
 from awa.worker.attempt import Attempts
 from awa.worker.claimer import Claimer
 from awa.worker.heartbeat import Heartbeat
@@ -137,6 +137,8 @@ class Worker:
         with connect(self._conninfo, name="start") as connection:
             check_schema(connection, self._schema)
             check_origin(connection, self._schema)
+            if settings.listen_url:
+                check_same_server(connection, settings.listen_url)
         for hook in self._on_start:  # before anything exists that would have to be undone
             hook()
         self._identity = Identity(self._conninfo, self._schema, settings, self._version, handlers)
@@ -161,8 +163,9 @@ class Worker:
     def _build(self, handlers: Mapping[str, Handler]) -> None:
         settings, conninfo, schema, identity = self._settings, self._conninfo, self._schema, self._identity
         attempts = Attempts(schema, self._outcomes)
+        listening = settings.listen_url or conninfo
         claimer = Claimer(
-            conninfo=conninfo,
+            conninfo=listening,
             schema=schema,
             queues=settings.queues,
             handlers=handlers,
@@ -204,7 +207,7 @@ class Worker:
                 on_gone=claimer.gone,
             ),
             Maintenance(
-                conninfo=conninfo,
+                conninfo=listening,
                 schema=schema,
                 heartbeat=settings.heartbeat,
                 identity=identity,

@@ -107,7 +107,7 @@ def test_one_that_may_have_an_open_claim_does_not_say_goodbye(
 ) -> None:
     """As where the role may not end the backend of its lost connection, or does not see it."""
     monkeypatch.setattr(line, "REPLY_TIMEOUT", 0.3)
-    monkeypatch.setattr(backends, "end_backend", lambda conn, backend: False)
+    monkeypatch.setattr(backends, "end_backend", lambda conn, backend, last: False)
     worker, job = lose_a_claim(client, conn, work, late, caplog)
     runtime = worker.runtime
     worker.stop(0.0)
