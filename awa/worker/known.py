@@ -4,6 +4,12 @@ A rescuer takes for open what the last sign of life listed, and every claim abov
 must not pass a claim whose answer came to nobody. There are none, unless a server gets a claim out of a proxy whose
 client is gone: whoever lost the connection has looked by then, newer claims arrive, and it would lie below them, in no
 list.
+
+And a server can forget ends that it had acknowledged: after a crash those that were committed asynchronously, after a
+failover all that the standby had not received. Then it calls attempts running that this process is done with, and
+that its next sign of life would call done, so that nobody rescued them ever. What it has kept is all that was recorded
+up to some moment. So the last sign of life that it has kept is true, and tells which claims may have been open then:
+these are compared with those that are open here, before the next sign of life.
 """
 
 from __future__ import annotations
@@ -51,7 +57,10 @@ class KnownClaims:
         self._line = line
         self._is_certain = is_certain
         self._runtime = 0  # whose claims these are:
-        self.number = 0  # all up to this one are known
+        self._looked = 0  # up to this one all were received or given back
+        self._books: recovery.Books | None = None
+        self._doubted: recovery.Books | None = None  # of a server that may have forgotten what came after them
+        self.number = 0  # all up to this one are known, and have ended if they are not open here
 
     def look(self, connection: Connection, runtime: int) -> int:
         """The number up to which all claims of *runtime* are known.
@@ -67,8 +76,17 @@ class KnownClaims:
         next look.
         """
         if runtime != self._runtime:
-            self._runtime, self.number = runtime, 0
-        after = self.number
+            self._runtime, self._looked, self.number, self._doubted = runtime, 0, 0, None
+        books = recovery.read_books(connection, self._schema, runtime)
+        if self._books is not None and books.may_have_lost(self._books):
+            self._doubted = books
+            self.number = min(self.number, books.floor)
+        self._books = books
+        if self._doubted is not None:
+            if not self._give_back_forgotten(connection, runtime, self._doubted):
+                return self.number
+            self._doubted = None
+        after = self.number = self._looked
         line = self._line()
         newest = self._outcomes.newest_claim
         if not self._have_others_ended(connection, runtime, line):
@@ -78,8 +96,21 @@ class KnownClaims:
         unknown = set(found) - set(self._outcomes.received_since(after))
         if not self._give_back(connection, runtime, [claim for claim in unknown if is_certain or claim <= newest]):
             return after
-        self.number = max(after, newest)
+        self.number = self._looked = max(after, newest)
         return self.number
+
+    def _give_back_forgotten(self, connection: Connection, runtime: int, books: recovery.Books) -> bool:
+        """Release what has ended here and not in the database; False when that was not possible just now.
+
+        What is open here is read first: what was received by then, and was not open by then, had been acknowledged.
+        Releasing does nothing to what has ended after all.
+        """
+        if books.newest_claim is None:  # the sign of life tells
+            return True
+        newest = self._outcomes.newest_claim
+        still_open = self._outcomes.open_claims()
+        found = recovery.list_open_claims(connection, self._schema, runtime, books, upto=newest)
+        return self._give_back(connection, runtime, sorted(set(found) - set(still_open)))
 
     def _have_others_ended(self, connection: Connection, runtime: int, line: int | None) -> bool:
         for _ in range(1 if line is not None else LOOKS):
@@ -99,7 +130,8 @@ class KnownClaims:
         with connection.transaction():
             if not recovery.try_runtime_lock(connection, self._schema, runtime):
                 return False
-            after = self.number if runtime == self._runtime else 0
+            self._give_back_forgotten(connection, runtime, recovery.read_books(connection, self._schema, runtime))
+            after = self._looked if runtime == self._runtime else 0
             found = recovery.list_claims(connection, self._schema, runtime, after=after)
             self._give_back(connection, runtime, sorted(set(found) - set(self._outcomes.received_since(after))))
             runtimes.leave(connection, self._schema, runtime, newest_claim=self._outcomes.newest_claim)
@@ -116,5 +148,5 @@ class KnownClaims:
         except RuntimeGone:
             return False  # the sign of life tells
         if released:
-            log.warning("released %d attempts of %d claims that were answered to nobody", released, len(unknown))
+            log.warning("released %d attempts of %d claims whose answer or end was lost", released, len(unknown))
         return released is not None
