@@ -134,12 +134,15 @@ CHECKS = (
     ),
     Check(
         # A rescue, and a handler's own transaction that comes before it, write no flush; the attempt's unique end
-        # decides between these two.
+        # decides between these two. What an operator wants cancelled, a rescue cancels, or the operator's own call.
         "stale writes accepted",
         """
         SELECT format('%s of entry %s, claim %s, runtime %s', outcome, entry_id, claim_id, runtime)
-          FROM ledger.ends
+          FROM ledger.ends x
          WHERE was_gone AND (flush IS NOT NULL OR outcome NOT IN ('rescued', 'failed', 'completed'))
+           AND NOT (flush IS NULL AND outcome = 'cancelled'
+                    AND EXISTS (SELECT FROM ledger.controls c JOIN ledger.entries e USING (job)
+                                 WHERE e.entry_id = x.entry_id AND c.what = 'cancel'))
         """,
     ),
     Check(

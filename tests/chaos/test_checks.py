@@ -153,6 +153,18 @@ def test_a_fenced_worker_that_begins_late_is_no_violation(scene: Scene) -> None:
     assert scene.findings() == {}
 
 
+def test_a_rescue_that_cancels_what_an_operator_wants_cancelled_is_no_violation(scene: Scene) -> None:
+    scene.note(1)
+    scene.insert(1)
+    (member,) = scene.claim()
+    scene.run(member)
+    assert engine.cancel(scene.conn, member.id)[0] == "requested"
+    scene.control(member.id, "cancel", "requested")
+    fence(scene.conn, scene.runtime)
+    rescue(scene.conn, scene.runtime)
+    assert scene.findings() == {}
+
+
 def test_an_effect_that_was_acknowledged_and_is_there_is_no_violation(scene: Scene) -> None:
     scene.note(1)
     scene.insert(1, kind="effect")
@@ -232,6 +244,24 @@ def _stale(scene: Scene) -> None:
     scene.conn.execute(
         "INSERT INTO awa.completions (claim_id, flush, slot, idx, elapsed_ms) VALUES (%s, 1, %s, '{1}', '{1}')",
         [member.claim_id, member.slot],
+    )
+
+
+def _stale_cancelled(scene: Scene) -> None:
+    """Nobody asked for it."""
+    scene.note(1)
+    scene.insert(1, kind="changeable")
+    (member,) = scene.claim()
+    scene.run(member)
+    fence(scene.conn, scene.runtime)
+    scene.conn.execute(
+        "INSERT INTO awa.attempt_ends (entry_id, claim_id, id, slot, outcome) VALUES (%s, %s, %s, %s, 'cancelled')",
+        [member.entry_id, member.claim_id, member.id, member.slot],
+    )
+    scene.conn.execute(
+        "INSERT INTO awa.ended_jobs (id, created_at, priority, attempt, max_attempts, state, queue, kind, args)"
+        " VALUES (%s, now(), 2, 1, 1, 'cancelled', 'default', 'changeable', '{}')",
+        [member.id],
     )
 
 
@@ -366,6 +396,7 @@ PLANTS: dict[Callable[[Scene], None], set[str]] = {
     _completed_and_failed: {"ended twice"},
     _claimed_twice: {"attempts claimed twice"},
     _stale: {"stale writes accepted"},
+    _stale_cancelled: {"stale writes accepted"},
     _end_of_an_unknown_claim: {"ends of nothing"},
     _taken_back_and_run: {"rolled back and there", "rolled back and run"},
     _run_and_taken_back: {"rolled back and run", "run and never inserted"},
