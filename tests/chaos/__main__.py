@@ -27,7 +27,7 @@ from tests.chaos.run import run
 @click.option(
     "--failover/--no-failover", default=None, help="A synchronous standby takes over. [default: from 1 minute]"
 )
-@click.option("--pooler/--no-pooler", default=False, show_default=True, help="pgbouncer before some of them.")
+@click.option("--pooler/--no-pooler", default=None, help="pgbouncer before some of them. [default: from 1 minute]")
 @click.option("--keep", is_flag=True, help="Leave the stopped servers, journals and logs.")
 @click.option("--json", "is_json", is_flag=True, help="Print the report as one line of JSON.")
 def main(
@@ -36,7 +36,7 @@ def main(
     pg: str,
     workers: int,
     failover: bool | None,
-    pooler: bool,
+    pooler: bool | None,
     keep: bool,
     is_json: bool,
 ) -> None:
@@ -53,7 +53,7 @@ def main(
         seconds=minutes * 60,
         workers=workers,
         failover=minutes >= 1 if failover is None else failover,
-        pooled=pooler,
+        pooled=minutes >= 1 if pooler is None else pooler,
         keep=keep,
         tell=lambda text: click.echo(text, err=True),
     )
