@@ -165,7 +165,9 @@ def test_everything_works_through_two_server_connections(
         assert count(conn, "SELECT count(*) FROM awa.waiting_jobs") == 0
         assert claimed_twice(conn) == []
         for (job,) in conn.execute("SELECT job FROM ran GROUP BY job HAVING count(*) > 1").fetchall():
-            assert "rescued" in [attempt["outcome"] for attempt in client.get(job).history]  # of the one that was killed
+            assert "rescued" in [
+                attempt["outcome"] for attempt in client.get(job).history
+            ]  # of the one that was killed
         alive = [worker for worker in workers if worker.pid != pid]
         for worker in alive:
             worker.signal(signal.SIGTERM)
