@@ -120,6 +120,11 @@ class Crew:
         self.network: list[Member] = []
         self.complaints: list[str] = []
 
+    @property
+    def poolers(self) -> list[Member]:
+        """One or none."""
+        return [member for member in self.network if member.name == "pooler"]
+
     def keep_up(self, *, with_producers: bool) -> None:
         """Start again whatever has ended."""
         for member in self._everybody:

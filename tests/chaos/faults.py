@@ -48,6 +48,7 @@ class Faults:
             (10.0, self._fence),
             (5.0, self._rotate),
             (45.0, self._kill_backend),
+            (60.0, self._kill_pooler),
         ]
         if cluster.has_standby:
             every += [(0.5, self._tend_standby), (20.0, self._freeze_standby), (40.0, self._crash_standby)]
@@ -105,6 +106,9 @@ class Faults:
 
     def _kill_producer(self) -> None:
         self._send(self._crew.producers, signal.SIGKILL, "producer killed")
+
+    def _kill_pooler(self) -> None:
+        self._send(self._crew.poolers, signal.SIGKILL, "pooler killed")
 
     def _freeze_worker(self) -> None:
         seconds = self._chance.uniform(1.0, 6.0)

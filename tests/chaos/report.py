@@ -74,6 +74,9 @@ FIGURES = """
                  AND NOT EXISTS (SELECT FROM ledger.runs r WHERE r.entry_id = x.entry_id)
     UNION ALL SELECT 'handlers begun', count(*) FROM ledger.runs
     UNION ALL SELECT 'handlers killed', count(*) FROM ledger.runs WHERE ended_at IS NULL
+    UNION ALL SELECT 'longest time in which no handler began, ms', coalesce(max(pause)::bigint, 0)
+                FROM (SELECT extract(epoch FROM started_at - lag(started_at) OVER (ORDER BY started_at))::numeric * 1000
+                      FROM ledger.runs) t(pause)
     UNION ALL SELECT 'claims', count(*) FROM ledger.claims
     UNION ALL SELECT 'runtimes', count(*) FROM awa.runtime_instances
     UNION ALL SELECT 'runtimes fenced or left', count(*) FROM awa.gone_runtimes
