@@ -76,9 +76,9 @@ class KnownClaims:
         next look.
         """
         if runtime != self._runtime:
-            self._runtime, self._looked, self.number, self._doubted = runtime, 0, 0, None
+            self._runtime, self._looked, self.number, self._books, self._doubted = runtime, 0, 0, None, None
         books = recovery.read_books(connection, self._schema, runtime)
-        if self._books is not None and books.may_have_lost(self._books):
+        if self._books is None or books.may_have_lost(self._books):
             self._doubted = books
             self.number = min(self.number, books.floor)
         self._books = books

@@ -28,13 +28,13 @@ def make_server(directory: Path, binaries: Binaries) -> Server:
 
 
 def connect(server: Server) -> psycopg.Connection[Any]:
-    """A connection of the run itself, which no fault ends and which waits for no standby."""
+    """A connection of the run itself, which no fault ends and which waits for no standby, nor long for who does."""
     return psycopg.connect(
         server.url(),
         autocommit=True,
         connect_timeout=5,
         application_name="chaos",
-        options="-c statement_timeout=60s -c lock_timeout=10s -c synchronous_commit=local",
+        options="-c statement_timeout=60s -c lock_timeout=1s -c synchronous_commit=local",
     )
 
 
