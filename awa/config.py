@@ -141,7 +141,7 @@ def _one_of(*choices: str) -> Callable[[object], str]:
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise _Refused("a text")
+        raise _Refused("a connection string or a URL")
     return value.strip()
 
 

@@ -22,7 +22,7 @@ from awa.embedded import Server
 from awa.errors import ConfigError, DatabaseNotFound
 from awa.storage import backends
 from awa.storage import pooler as poolers
-from awa.storage.line import Line, Wanted, statements
+from awa.storage.line import CLAIM, Line, Wanted, statements
 from awa.storage.pool import connect
 from awa.storage.schema import Schema
 from tests.fixtures.db import short_directory, wait_until
@@ -38,7 +38,7 @@ from tests.fixtures.jobs import (
 )
 from tests.fixtures.pooler import SERVER_CONNECTIONS, Pooler, left_behind, running_pooler
 from tests.fixtures.proxy import Proxy
-from tests.worker.test_wakeups import wait_for_bells
+from tests.worker.test_wakeups import BELLS
 
 Conn = psycopg.Connection[Any]
 
@@ -46,6 +46,11 @@ PATIENCE = 60.0
 """Seconds that a wait may take; all processes share two connections of a server that others use too."""
 
 COMPLETED = "SELECT coalesce(sum(cardinality(idx)), 0) FROM awa.completions"
+
+
+def wait_for_bells(conn: Conn, *queues: str) -> None:
+    """Wait until somebody sleeps at the bell of each of *queues*."""
+    wait_until(lambda: count(conn, BELLS, list(queues)) == len(queues), PATIENCE)
 
 
 @pytest.fixture(autouse=True)
@@ -373,12 +378,36 @@ def test_a_pooler_of_sessions_can_be_declared(
         client.close()
 
 
+def register(conn: Conn) -> int:
+    """The number of a runtime without a process."""
+    return count(
+        conn,
+        """INSERT INTO awa.runtime_instances (uuid, hostname, pid, version, heartbeat_ms)
+           VALUES (gen_random_uuid(), 'h', 1, 'v', 1000) RETURNING id""",
+    )
+
+
+def claim_elsewhere(conn: Conn, other: Conn) -> None:
+    """Have another client claim, as a worker does, in a transaction that stays open."""
+    text = CLAIM
+    for place, value in (
+        ("$1", "'elsewhere'"),
+        ("$2", str(register(conn))),
+        ("$3", "NULL"),
+        ("$4", "1"),
+        ("$5", "false"),
+    ):
+        text = text.replace(place, value)
+    other.execute(text.encode())
+
+
 def test_one_that_is_not_noticed_is_found_out(
     pooled: str, conn: Conn, start_worker: StartWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What happens when the looking was wrong, as ``off`` says here: prepared statements get lost.
 
-    Guard: the SQLSTATEs of a statement that is not there; without them claims fail for ever.
+    Guard: the SQLSTATEs of a statement that is not there; without them claims fail for ever. And then the backend that
+    the worker saw is not its own; without forgetting it, the other's transaction is ended: both tried.
     """
     client = awa.Client(pooled, pooler="off")
 
@@ -390,6 +419,7 @@ def test_one_that_is_not_noticed_is_found_out(
     while len(held) < SERVER_CONNECTIONS:  # each of them once, and the worker has the other
         with psycopg.connect(pooled, prepare_threshold=None) as other:
             held.add(count(other, "SELECT pg_backend_pid()"))
+            claim_elsewhere(conn, other)
             before = count(conn, COMPLETED)
             conn.execute("INSERT INTO awa.jobs (kind) VALUES ('work')")
             wait_until(lambda before=before: count(conn, COMPLETED) > before, PATIENCE)
@@ -418,10 +448,8 @@ def test_a_lost_connection_ends_nobody_elses_backend(
                 others = [stack.enter_context(psycopg.connect(pooled, prepare_threshold=None)) for _ in range(4)]
                 pids = set()
                 for turn, other in enumerate(others):
-                    other.execute("SELECT 1")  # in a transaction, beside which one server connection is left
-                    row = other.execute("SELECT pg_backend_pid()").fetchone()
-                    assert row is not None
-                    pids.add(row[0])
+                    pids.add(count(other, "SELECT pg_backend_pid()"))  # beside it one server connection is left
+                    claim_elsewhere(conn, other)
                     loss = proxy.lose("answer", b"claim_v1")
                     job = client.insert(work.bind())
                     loss.wait()
@@ -429,6 +457,7 @@ def test_a_lost_connection_ends_nobody_elses_backend(
                     assert other.execute("SELECT 2").fetchone() == (2,)
                     other.commit()
                 assert client.get(job.id).state == "completed"
+            assert len(pids) == SERVER_CONNECTIONS  # so the worker's first one was among them
             worker.stop()
         finally:
             client.close()
@@ -478,18 +507,14 @@ def test_a_frozen_holder_that_let_go_is_not_ended(database: str, conn: Conn) -> 
 
 def test_a_claim_that_fails_leaves_no_transaction_open(pooled: str, conn: Conn) -> None:
     """Guard: what sets the isolation and the claim are one transaction up to their Sync; with a BEGIN it stays."""
-    row = conn.execute(
-        """INSERT INTO awa.runtime_instances (uuid, hostname, pid, version, heartbeat_ms)
-           VALUES (gen_random_uuid(), 'h', 1, 'v', 1000) RETURNING id"""
-    ).fetchone()
-    assert row is not None
+    runtime = register(conn)
     line = Line(pooled, Schema(), {})
     conn.execute("ALTER TABLE awa.claims RENAME TO elsewhere")
     try:
         assert line.is_pooled
         assert line.backend is None
         for _ in range(3):
-            reply = line.exchange(row[0], [], [Wanted("default", 1), Wanted("other", 1)])
+            reply = line.exchange(runtime, [], [Wanted("default", 1), Wanted("other", 1)])
             assert [type(claimed.error) for claimed in reply.claims] == [psycopg.errors.UndefinedTable] * 2
             assert left_behind(pooled) == []
     finally:

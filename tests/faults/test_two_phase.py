@@ -19,13 +19,18 @@ from awa.storage.migrate import migrate
 from awa.storage.schema import Schema
 from tests.fixtures.db import short_directory, wait_until
 from tests.fixtures.jobs import StartWorker, count, ended, in_state, worker_processes
-from tests.worker.test_wakeups import wait_for_bells
+from tests.worker.test_wakeups import BELLS
 
 pytestmark = pytest.mark.slow  # a server of its own, since prepared transactions are off by default
 
 Conn = psycopg.Connection[Any]
 
 PATIENCE = 30.0
+
+
+def wait_for_bells(conn: Conn, *queues: str) -> None:
+    """Wait until somebody sleeps at the bell of each of *queues*."""
+    wait_until(lambda: count(conn, BELLS, list(queues)) == len(queues), PATIENCE)
 
 
 @pytest.fixture(scope="module")

@@ -119,6 +119,26 @@ def test_the_private_server_syncs_and_leaves_nothing(server: Server, tmp_path: P
 
 
 @pytest.mark.slow
+def test_a_server_that_flushes_nothing_is_not_far_away(server: Server, database: str) -> None:
+    """Guard: the server sleeps before it flushes, so one without fsync would be measured as if it were nearby."""
+    with pytest.raises(BenchmarkError, match="fsync"):
+        SCENARIOS["cloud"].run(make_plan(server, database, "cloud", "latency-far"))
+
+
+def test_what_distance_costs_is_told_beside_nearby() -> None:
+    medians = {
+        "drain-near": {"jobs_per_s": 100.0},
+        "drain-far": {"jobs_per_s": 80.0},
+        "latency-near": {"p50_ms": 1.0, "p99_ms": 3.0},
+        "latency-far": {"p50_ms": 6.0, "p99_ms": 9.5},
+        "single-far": {"jobs_per_s": 5.0},
+    }
+    assert list(SCENARIOS["cloud"].conclude(medians)) == [
+        "drain: far away at 80.0% of the rate nearby",
+        "latency: 5.0 ms more at p50, 6.5 ms more at p99",
+    ]
+
+
 def test_the_scenarios_at_scale_give_a_line_for_each_level(server: Server) -> None:
     command = [sys.executable, "-m", "benchmarks.run", "backlog", "inflight", "fleet:1", "snapshot", "soak"]
     command += ["--jobs", "2000", "--duration", "0.5", "--threads", "2", "--repeat", "1", "--json"]

@@ -66,6 +66,8 @@ def test_none_and_an_empty_variable_count_as_not_given() -> None:
         ("rotate_after", "0.5", 0.5),
         ("notify", "Off", False),
         ("notify", "1", True),
+        ("pooler", " On ", "on"),
+        ("listen_url", " host=db.example ", "host=db.example"),
         ("max_args_bytes", "1024", 1024),
         ("schema", "My Queue", "My Queue"),
         ("log_format", "JSON", "json"),
@@ -102,6 +104,8 @@ def test_arguments_may_be_values_of_their_own_type() -> None:
         ("shutdown_timeout", False, "seconds"),
         ("notify", "maybe", "on or off"),
         ("notify", 2, "on or off"),
+        ("pooler", "maybe", "one of auto, on, off"),
+        ("listen_url", 5, "a connection string"),
         ("max_args_bytes", 0, "a whole number from 1"),
         ("log_format", "xml", "one of text, json"),
         ("log_level", 10, "one of debug, info, warning, error"),
@@ -131,6 +135,13 @@ def test_a_refusal_from_the_environment_names_the_variable() -> None:
 
 def test_a_refused_value_is_refused_even_when_a_stronger_one_wins() -> None:
     assert "AWA_THREADS" in refused(load_settings, {"threads": 3}, environ={"AWA_THREADS": "many"})
+
+
+def test_a_direct_address_that_cannot_be_read_is_refused_and_not_repeated() -> None:
+    message = refused(load_settings, environ={"AWA_LISTEN_URL": "mysql://u:SECRET@h/d"})
+    assert "AWA_LISTEN_URL" in message
+    assert "SECRET" not in message
+    assert "SECRET" not in repr(load_settings({"listen_url": "postgresql://u:SECRET@h/d"}, environ={}))
 
 
 def test_unknown_settings_are_refused_with_the_known_ones() -> None:
