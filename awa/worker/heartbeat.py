@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import time
 from collections.abc import Callable
 
@@ -84,6 +86,7 @@ class Heartbeat(Service):
             connection, self._schema, runtime, newest_claim=known, open_claims=self._outcomes.open_claims()
         )
         if not is_known and runtime == self._identity() and runtime != self._gone:
+            runtimes.bury(connection, self._schema, runtime, hostname=socket.gethostname(), pid=os.getpid())
             self._gone = runtime
             log.warning("runtime %d was taken for dead", runtime)
             self._on_gone(runtime)

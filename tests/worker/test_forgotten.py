@@ -18,6 +18,7 @@ from awa.storage.schema import Schema
 from awa.worker.heartbeat import Heartbeat
 from tests.fixtures.db import wait_until
 from tests.fixtures.jobs import StartWorker, count, ended
+from tests.storage import engine
 
 FLUSHING = "SELECT pid FROM pg_stat_activity WHERE backend_type IN ('walwriter', 'checkpointer', 'background writer')"
 
@@ -105,3 +106,25 @@ def test_a_worker_that_stops_releases_what_was_forgotten(forgetful: Forgetful, s
     assert forgotten.look().state == "available"
     start_worker(forgotten.client, threads=2)
     forgotten.is_completed_again()
+
+
+def test_a_worker_whose_registration_was_forgotten_registers_anew(
+    conn: psycopg.Connection[Any], client: awa.Client, start_worker: StartWorker
+) -> None:
+    """Guard: a sign of life that finds no row writes the runtime down as gone. Without it the worker goes on to claim
+    for a runtime that nobody refuses and nobody rescues."""
+
+    @client.task()
+    def work() -> None: ...
+
+    worker = start_worker(client, threads=2, heartbeat=0.2, stale_after=60)
+    assert ended(client, client.insert(work.bind())).state == "completed"
+    forgotten = worker.runtime
+    claimed = client.insert({}, kind="work", queue="elsewhere")  # by nobody else, so that only a rescue takes it back
+    with conn.transaction():
+        conn.execute("DELETE FROM awa.runtime_instances WHERE id = %s", [forgotten])
+        assert wait_until(lambda: engine.claim(conn, forgotten, queue="elsewhere").ids) == [claimed.id]
+    wait_until(lambda: worker.runtime != forgotten, 20)
+    wait_until(lambda: client.get(claimed.id).state == "available", 20)
+    assert ended(client, client.insert(work.bind())).state == "completed"
+    assert count(conn, "SELECT count(*) FROM awa.runtime_instances WHERE id = %s", worker.runtime) == 1
