@@ -71,12 +71,11 @@ def read_books(conn: Connection[Any], schema: Schema, runtime: int) -> Books:
 LIST_OPEN = """
     SELECT c.claim_id
       FROM (SELECT t.claim_id, t.slot, t.entry_ids FROM awa.claims t
-             WHERE t.runtime = %(runtime)s AND t.claim_id > %(newest)s AND t.claim_id <= %(upto)s AND t.nonce <> 0
+             WHERE t.runtime = %(runtime)s AND t.claim_id > %(above)s AND t.claim_id <= %(upto)s AND t.nonce <> 0
             UNION ALL
             SELECT t.claim_id, t.slot, t.entry_ids
-              FROM unnest(%(open)s::bigint[]) o
-             CROSS JOIN LATERAL (SELECT * FROM awa.claims t
-                                  WHERE t.runtime = %(runtime)s AND t.claim_id = o AND t.claim_id <= %(newest)s) t) c
+              FROM unnest(%(others)s::bigint[]) o
+             CROSS JOIN LATERAL (SELECT * FROM awa.claims t WHERE t.runtime = %(runtime)s AND t.claim_id = o) t) c
      WHERE EXISTS (SELECT FROM unnest(c.entry_ids) WITH ORDINALITY AS m(entry_id, idx)
                     WHERE NOT EXISTS (SELECT FROM awa.completions x
                                        WHERE x.slot = c.slot AND x.claim_id = c.claim_id AND m.idx = ANY (x.idx))
@@ -85,15 +84,13 @@ LIST_OPEN = """
 """
 
 
-def list_open_claims(conn: Connection[Any], schema: Schema, runtime: int, books: Books, *, upto: int) -> list[int]:
-    """The claims of *runtime* up to claim *upto* of which a member has not ended, in no order.
-
-    Args:
-        books: What they call done was recorded before them, and is not looked at.
-    """
-    asked = {"runtime": runtime, "newest": books.newest_claim, "open": books.open_claims, "upto": upto}
+def list_open_claims(
+    conn: Connection[Any], schema: Schema, runtime: int, *, above: int = 0, upto: int = 0, others: Sequence[int]
+) -> set[int]:
+    """The claims of *runtime* above claim *above* up to claim *upto*, and *others*, of which a member has not ended."""
+    asked = {"runtime": runtime, "above": above, "upto": upto, "others": list(others)}
     with Cursor(conn, row_factory=scalar_row) as cursor:
-        return cursor.execute(schema.sql(LIST_OPEN), asked).fetchall()
+        return set(cursor.execute(schema.sql(LIST_OPEN), asked).fetchall())
 
 
 UNKNOWN_CLAIMS = """

@@ -8,8 +8,9 @@ list.
 And a server can forget ends that it had acknowledged: after a crash those that were committed asynchronously, after a
 failover all that the standby had not received. Then it calls attempts running that this process is done with, and
 that its next sign of life would call done, so that nobody rescued them ever. What it has kept is all that was recorded
-up to some moment. So the last sign of life that it has kept is true, and tells which claims may have been open then:
-these are compared with those that are open here, before the next sign of life.
+up to some moment. So the last sign of life that it has kept is true, and tells which claims may have been open then.
+Those of which a member is open there are suspects: signs of life list them until they are done here, and then what is
+still open of them is given back.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ class KnownClaims:
         self._looked = 0  # up to this one all were received or given back
         self._books: recovery.Books | None = None
         self._doubted: recovery.Books | None = None  # of a server that may have forgotten what came after them
-        self.number = 0  # all up to this one are known, and have ended if they are not open here
+        self.number = 0  # all up to this one are known, and recorded if they are neither open here nor suspects
+        self.suspects: set[int] = set()
+        """Claims that the database may call open for ever: some ends of them may be forgotten."""
 
     def look(self, connection: Connection, runtime: int) -> int:
         """The number up to which all claims of *runtime* are known.
@@ -77,15 +80,19 @@ class KnownClaims:
         """
         if runtime != self._runtime:
             self._runtime, self._looked, self.number, self._books, self._doubted = runtime, 0, 0, None, None
+            self.suspects = set()
         books = recovery.read_books(connection, self._schema, runtime)
         if self._books is None or books.may_have_lost(self._books):
             self._doubted = books
             self.number = min(self.number, books.floor)
         self._books = books
         if self._doubted is not None:
-            if not self._give_back_forgotten(connection, runtime, self._doubted):
-                return self.number
+            self.suspects |= self._list_suspects(connection, runtime, self._doubted)
             self._doubted = None
+        if done := self.suspects - set(self._outcomes.open_claims()):
+            still_open = recovery.list_open_claims(connection, self._schema, runtime, others=sorted(done))
+            if self._give_back(connection, runtime, sorted(still_open)):
+                self.suspects -= done
         after = self.number = self._looked
         line = self._line()
         newest = self._outcomes.newest_claim
@@ -99,18 +106,14 @@ class KnownClaims:
         self.number = self._looked = max(after, newest)
         return self.number
 
-    def _give_back_forgotten(self, connection: Connection, runtime: int, books: recovery.Books) -> bool:
-        """Release what has ended here and not in the database; False when that was not possible just now.
-
-        What is open here is read first: what was received by then, and was not open by then, had been acknowledged.
-        Releasing does nothing to what has ended after all.
-        """
+    def _list_suspects(self, connection: Connection, runtime: int, books: recovery.Books) -> set[int]:
+        """The received claims that *books* do not call done, and of which a member is open."""
         if books.newest_claim is None:  # the sign of life tells
-            return True
+            return set()
         newest = self._outcomes.newest_claim
-        still_open = self._outcomes.open_claims()
-        found = recovery.list_open_claims(connection, self._schema, runtime, books, upto=newest)
-        return self._give_back(connection, runtime, sorted(set(found) - set(still_open)))
+        return recovery.list_open_claims(
+            connection, self._schema, runtime, above=books.newest_claim, upto=newest, others=books.open_claims or ()
+        )
 
     def _have_others_ended(self, connection: Connection, runtime: int, line: int | None) -> bool:
         for _ in range(1 if line is not None else LOOKS):
@@ -130,7 +133,9 @@ class KnownClaims:
         with connection.transaction():
             if not recovery.try_runtime_lock(connection, self._schema, runtime):
                 return False
-            self._give_back_forgotten(connection, runtime, recovery.read_books(connection, self._schema, runtime))
+            books = recovery.read_books(connection, self._schema, runtime)
+            suspects = self._list_suspects(connection, runtime, books) - set(self._outcomes.open_claims())
+            self._give_back(connection, runtime, sorted(suspects))
             after = self._looked if runtime == self._runtime else 0
             found = recovery.list_claims(connection, self._schema, runtime, after=after)
             self._give_back(connection, runtime, sorted(set(found) - set(self._outcomes.received_since(after))))

@@ -52,6 +52,14 @@ def forgetful(own_server: Server) -> Iterator[Forgetful]:
     yield Forgetful(own_server)
 
 
+def look(client: awa.Client, job: awa.Inserted) -> Any:
+    """The job, when the database answers."""
+    try:
+        return client.get(job.id)
+    except (awa.AwaError, psycopg.Error):
+        return None
+
+
 class Forgotten:
     """A worker, and a job of its that was completed, as its client was told, and is not any more."""
 
@@ -78,10 +86,7 @@ class Forgotten:
 
     def look(self) -> Any:
         """The job, when the database answers."""
-        try:
-            return self.client.get(self._job.id)
-        except (awa.AwaError, psycopg.Error):
-            return None
+        return look(self.client, self._job)
 
     def is_completed_again(self) -> None:
         assert self._begun.acquire(timeout=30), f"it was not begun again: {self.look()}"
@@ -106,6 +111,39 @@ def test_a_worker_that_stops_releases_what_was_forgotten(forgetful: Forgetful, s
     assert forgotten.look().state == "available"
     start_worker(forgotten.client, threads=2)
     forgotten.is_completed_again()
+
+
+def test_a_forgotten_end_of_a_claim_that_is_not_done_is_released(
+    forgetful: Forgetful, start_worker: StartWorker
+) -> None:
+    """Guard: a claim that is open here is looked at again once it is not. Without it the sign of life after its last
+    end calls it done, with the end before that forgotten."""
+    client = awa.Client(forgetful.url)
+    begun = {0: threading.Semaphore(0), 1: threading.Semaphore(0)}
+    goes_on = {0: threading.Event(), 1: threading.Event()}
+
+    @client.task()
+    def work(number: int) -> None:
+        begun[number].release()
+        goes_on[number].wait(60)
+
+    worker = start_worker(client, threads=2, heartbeat=0.2, stale_after=60, poll_interval=0.5)
+    [heartbeat] = [service for service in worker._services if isinstance(service, Heartbeat)]
+    forgotten, running = client.insert_many([work.bind(0), work.bind(1)])
+    assert all(one.acquire(timeout=15) for one in begun.values())
+    forgetful.remember()
+    goes_on[0].set()
+    assert ended(client, forgotten).state == "completed"
+    with client.connection() as conn:
+        assert count(conn, "SELECT count(*) FROM awa.claims WHERE nonce <> 0") == 1
+    forgetful.crash()
+    assert wait_until(lambda: look(client, forgotten), 30).state != "completed", "it was not forgotten"
+    wait_until(lambda: heartbeat._known.suspects, 30)
+    goes_on[1].set()
+    assert begun[0].acquire(timeout=30), "it was not begun again"
+    assert ended(client, forgotten).state == ended(client, running).state == "completed"
+    wait_until(lambda: not heartbeat._known.suspects, 30)
+    client.close()
 
 
 def test_a_worker_whose_registration_was_forgotten_registers_anew(
