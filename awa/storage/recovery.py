@@ -1,12 +1,14 @@
-"""Claims whose answer came to nobody: find them, give them back."""
+"""Claims that nobody works on, since their answer or their end was lost: find them, give them back."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from psycopg import Connection, Cursor
-from psycopg.rows import scalar_row, tuple_row
+from psycopg.rows import class_row, scalar_row, tuple_row
 
 from awa.errors import RuntimeGone
 from awa.storage.schema import Schema
@@ -23,6 +25,72 @@ def list_claims(conn: Connection[Any], schema: Schema, runtime: int, *, after: i
     """The claims of *runtime* above claim *after* that took anything, in no order."""
     with Cursor(conn, row_factory=scalar_row) as cursor:
         return cursor.execute(schema.sql(LIST_CLAIMS), {"runtime": runtime, "after": after}).fetchall()
+
+
+@dataclass(frozen=True, slots=True)
+class Books:
+    """What a server has of the last sign of life of a runtime, and which server that is."""
+
+    started_at: datetime
+    """When the server was started; one that took over has a time of its own."""
+    connected_at: datetime
+    """When its backend was: after its last crash."""
+    seen_at: datetime
+    """Now, by its clock."""
+    newest_claim: int | None
+    """What the sign of life said; None: the server does not know the runtime."""
+    open_claims: list[int] | None
+    """The same."""
+
+    def may_have_lost(self, before: Books) -> bool:
+        """Whether what was acknowledged since *before* may be forgotten: by a crash, or by a failover."""
+        return self.started_at != before.started_at or self.connected_at > before.seen_at
+
+    @property
+    def floor(self) -> int:
+        """Every claim that this sign of life did not call done is above it."""
+        return min([self.newest_claim or 0, *(claim - 1 for claim in self.open_claims or ())])
+
+
+READ_BOOKS = """
+    SELECT pg_postmaster_start_time() AS started_at, clock_timestamp() AS seen_at,
+           coalesce(a.backend_start, pg_postmaster_start_time()) AS connected_at, i.newest_claim, i.open_claims
+      FROM pg_stat_get_activity(pg_backend_pid()) a
+      LEFT JOIN awa.runtime_instances i ON i.id = %(runtime)s
+"""
+
+
+def read_books(conn: Connection[Any], schema: Schema, runtime: int) -> Books:
+    """What the server that *conn* leads to has of *runtime*."""
+    with Cursor(conn, row_factory=class_row(Books)) as cursor:
+        found = cursor.execute(schema.sql(READ_BOOKS), {"runtime": runtime}).fetchone()
+    assert found is not None
+    return found
+
+
+LIST_OPEN = """
+    SELECT c.claim_id
+      FROM (SELECT t.claim_id, t.slot, t.entry_ids FROM awa.claims t
+             WHERE t.runtime = %(runtime)s AND t.claim_id > %(above)s AND t.claim_id <= %(upto)s AND t.nonce <> 0
+            UNION ALL
+            SELECT t.claim_id, t.slot, t.entry_ids
+              FROM unnest(%(others)s::bigint[]) o
+             CROSS JOIN LATERAL (SELECT * FROM awa.claims t WHERE t.runtime = %(runtime)s AND t.claim_id = o) t) c
+     WHERE EXISTS (SELECT FROM unnest(c.entry_ids) WITH ORDINALITY AS m(entry_id, idx)
+                    WHERE NOT EXISTS (SELECT FROM awa.completions x
+                                       WHERE x.slot = c.slot AND x.claim_id = c.claim_id AND m.idx = ANY (x.idx))
+                      AND NOT EXISTS (SELECT FROM awa.attempt_ends e
+                                       WHERE e.slot = c.slot AND e.entry_id = m.entry_id))
+"""
+
+
+def list_open_claims(
+    conn: Connection[Any], schema: Schema, runtime: int, *, above: int = 0, upto: int = 0, others: Sequence[int]
+) -> set[int]:
+    """The claims of *runtime* above claim *above* up to claim *upto*, and *others*, of which a member has not ended."""
+    asked = {"runtime": runtime, "above": above, "upto": upto, "others": list(others)}
+    with Cursor(conn, row_factory=scalar_row) as cursor:
+        return set(cursor.execute(schema.sql(LIST_OPEN), asked).fetchall())
 
 
 UNKNOWN_CLAIMS = """

@@ -85,6 +85,27 @@ def heartbeat(conn: Connection, schema: Schema, runtime: int, *, newest_claim: i
         return cursor.fetchone() is not None
 
 
+BURY = """
+    WITH forgotten AS (
+        INSERT INTO awa.runtime_instances (id, uuid, hostname, pid, version, heartbeat_ms)
+        OVERRIDING SYSTEM VALUE
+        VALUES (%(runtime)s, gen_random_uuid(), %(hostname)s, %(pid)s, '', 0)
+            ON CONFLICT DO NOTHING
+        RETURNING id
+    )
+    INSERT INTO awa.gone_runtimes (runtime) SELECT id FROM forgotten ON CONFLICT DO NOTHING
+"""
+
+
+def bury(conn: Connection, schema: Schema, runtime: int, *, hostname: str, pid: int) -> None:
+    """Write down as gone a runtime that this server does not know; nothing, when it does.
+
+    A server that has lost acknowledged commits may have lost its registration. Nobody would refuse its claims then, nor
+    take them back. From here on they are refused, and all that it has claimed is taken back.
+    """
+    conn.execute(schema.sql(BURY), {"runtime": runtime, "hostname": hostname, "pid": pid})
+
+
 LEAVE = """
     WITH ended AS (
         UPDATE awa.runtime_instances

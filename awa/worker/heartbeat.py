@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import time
 from collections.abc import Callable
 
@@ -92,12 +94,12 @@ class Heartbeat(Service):
             known = self._known.number  # a sign of life is worth more than a look
             log.warning("looking for unknown claims failed: %s", first_line(error))
         # after the look: a claim that arrives in between is above what is known, or in the list
-        is_known = runtimes.heartbeat(
-            connection, self._schema, runtime, newest_claim=known, open_claims=self._outcomes.open_claims()
-        )
+        open_claims = sorted({*self._outcomes.open_claims(), *self._known.suspects})
+        is_known = runtimes.heartbeat(connection, self._schema, runtime, newest_claim=known, open_claims=open_claims)
         if is_known:
             self.beat_at = time.monotonic()
         if not is_known and runtime == self._identity() and runtime != self._gone:
+            runtimes.bury(connection, self._schema, runtime, hostname=socket.gethostname(), pid=os.getpid())
             self._gone = runtime
             log.warning("runtime %d was taken for dead", runtime)
             self._on_gone(runtime)

@@ -24,9 +24,22 @@ from tests.chaos.run import run
 @click.option("--seed", type=int, help="Of all random choices; by default one that is printed.")
 @click.option("--pg", type=click.Choice(["system", "embedded"]), default="system", show_default=True)
 @click.option("--workers", type=click.IntRange(1, 32), default=4, show_default=True, help="Worker processes.")
-@click.option("--keep", is_flag=True, help="Leave the stopped server, journals and logs.")
+@click.option(
+    "--failover/--no-failover", default=None, help="A synchronous standby takes over. [default: from 1 minute]"
+)
+@click.option("--pooler/--no-pooler", default=None, help="pgbouncer before some of them. [default: from 1 minute]")
+@click.option("--keep", is_flag=True, help="Leave the stopped servers, journals and logs.")
 @click.option("--json", "is_json", is_flag=True, help="Print the report as one line of JSON.")
-def main(minutes: float, seed: int | None, pg: str, workers: int, keep: bool, is_json: bool) -> None:
+def main(
+    minutes: float,
+    seed: int | None,
+    pg: str,
+    workers: int,
+    failover: bool | None,
+    pooler: bool | None,
+    keep: bool,
+    is_json: bool,
+) -> None:
     def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
 
@@ -39,6 +52,8 @@ def main(minutes: float, seed: int | None, pg: str, workers: int, keep: bool, is
         seed=random.randrange(10**6) if seed is None else seed,
         seconds=minutes * 60,
         workers=workers,
+        failover=minutes >= 1 if failover is None else failover,
+        pooled=minutes >= 1 if pooler is None else pooler,
         keep=keep,
         tell=lambda text: click.echo(text, err=True),
     )

@@ -112,6 +112,7 @@ def _have_effect(mark: int) -> None:
                     _sometimes_sleep(chance)
                     if chance.random() < 0.05:
                         raise ValueError("was to fail after complete, before the commit")
+                _journal.note(run="committed", mark=mark, entry=job.entry_id)
             finally:
                 if not conn.closed:
                     conn.isolation_level = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -138,13 +139,16 @@ CHECKS = (
         """,
     ),
     Check(
-        # A rescue, an operator, and a handler's own transaction write no flush; the attempt's unique end decides
-        # between these.
+        # A rescue, and a handler's own transaction that comes before it, write no flush; the attempt's unique end
+        # decides between these two. What an operator wants cancelled, a rescue cancels, or the operator's own call.
         "stale writes accepted",
         """
         SELECT format('%s of entry %s, claim %s, runtime %s', outcome, entry_id, claim_id, runtime)
-          FROM ledger.ends
-         WHERE was_gone AND (flush IS NOT NULL OR outcome NOT IN ('rescued', 'failed', 'completed', 'cancelled'))
+          FROM ledger.ends x
+         WHERE was_gone AND (flush IS NOT NULL OR outcome NOT IN ('rescued', 'failed', 'completed'))
+           AND NOT (flush IS NULL AND outcome = 'cancelled'
+                    AND EXISTS (SELECT FROM ledger.controls c JOIN ledger.entries e USING (job)
+                                 WHERE e.entry_id = x.entry_id AND c.what = 'cancel'))
         """,
     ),
     Check(
@@ -158,6 +162,14 @@ CHECKS = (
                         AND EXISTS (SELECT FROM ledger.entries e WHERE e.job = j.job AND e.kind IN ('effect', 'hasty'))
                       GROUP BY j.mark) d USING (mark)
          WHERE coalesce(f.n, 0) <> coalesce(d.n, 0)
+        """,
+    ),
+    Check(
+        "effects acknowledged and lost",
+        """
+        SELECT format('mark %s, entry %s', c.mark, c.entry_id)
+          FROM ledger.commits c
+         WHERE NOT EXISTS (SELECT FROM app.effects f WHERE f.mark = c.mark AND f.entry_id = c.entry_id)
         """,
     ),
     Check(
@@ -244,6 +256,34 @@ CHECKS = (
         """,
     ),
 )
+
+LEFTOVERS = (
+    """
+    SELECT format('%s of backend %s (%s) is still held', locktype || ' lock', pid, application_name)
+      FROM pg_locks JOIN pg_stat_activity USING (pid)
+     WHERE locktype = 'advisory' AND pid <> pg_backend_pid()
+    """,
+    """
+    SELECT format('backend %s (%s) has a transaction open', pid, application_name)
+      FROM pg_stat_activity
+     WHERE backend_type = 'client backend' AND xact_start IS NOT NULL AND pid <> pg_backend_pid()
+    """,
+)
+
+
+def find_leftovers(conn: Connection[Any], *, timeout: float = 15.0) -> list[str]:
+    """What sessions still hold when nobody works any more, above all those of a pooler.
+
+    Args:
+        timeout: Seconds within which whoever was cut off must have been noticed.
+    """
+    until = time.monotonic() + timeout
+    while True:
+        found = [row[0] for query in LEFTOVERS for row in conn.execute(query).fetchall()]
+        if not found or time.monotonic() > until:
+            return found
+        time.sleep(0.1)
+
 
 PREPARE = """
     CREATE TEMP TABLE a_job AS SELECT * FROM ledger.jobs;

@@ -6,10 +6,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
-from tests.chaos import cutter
-from tests.chaos.plan import QUEUES, ROOT, Plan
+from tests.chaos import cutter, pooler
+from tests.chaos.plan import QUEUES, ROOT, Network, Plan
 
 WORKER = {
     "AWA_QUEUES": QUEUES,
@@ -119,6 +120,11 @@ class Crew:
         self.network: list[Member] = []
         self.complaints: list[str] = []
 
+    @property
+    def poolers(self) -> list[Member]:
+        """One or none."""
+        return [member for member in self.network if member.name == "pooler"]
+
     def keep_up(self, *, with_producers: bool) -> None:
         """Start again whatever has ended."""
         for member in self._everybody:
@@ -155,18 +161,30 @@ class Crew:
             self.complaints.append(complaint)
 
 
-def make_crew(plan: Plan, *, workers: int, producers: list[str]) -> Crew:
-    """The crew of a run; nobody has started yet."""
+def make_crew(plan: Plan, *, workers: int, producers: Mapping[str, Network], has_pooler: bool) -> Crew:
+    """The crew of a run; nobody has started yet.
+
+    Args:
+        workers: How many; every other one is behind the cutter, every fourth behind the pooler.
+        producers: Their names, and what is between them and the servers.
+        has_pooler: Whether there is one; those meant for it are before the servers otherwise.
+    """
     crew = Crew()
     crew.network.append(Member(plan, "cutter", ["tests.chaos.cutter"], {}, started=None))
+    if has_pooler:
+        crew.network.append(Member(plan, "pooler", ["tests.chaos.pooler"], {}, started=None))
+    addresses: dict[Network, str] = {
+        "direct": plan.database,
+        "cut": cutter.address(plan),
+        "pooled": pooler.address(plan) if has_pooler else plan.database,
+    }
+    around: list[Network] = ["direct", "cut", "pooled", "cut"]
     for number in range(workers):
         command = ["awa.worker", "tests.chaos.app:client"]
-        env = WORKER | {"CHAOS_WORKER": str(number)}
-        if number % 2:
-            env["AWA_DATABASE_URL"] = cutter.address(plan)
+        env = WORKER | {"CHAOS_WORKER": str(number), "AWA_DATABASE_URL": addresses[around[number % 4]]}
         crew.workers.append(Member(plan, f"worker-{number}", command, env, started="awa.worker: worker "))
-    for number, name in enumerate(producers, 1):
+    for number, (name, network) in enumerate(producers.items(), 1):
         command = ["tests.chaos.ways", name]
-        env = {"CHAOS_PRODUCER": str(number)}
+        env = {"CHAOS_PRODUCER": str(number), "AWA_DATABASE_URL": addresses[network]}
         crew.producers.append(Member(plan, f"producer-{name}", command, env, started=None))
     return crew

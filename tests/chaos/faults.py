@@ -14,7 +14,7 @@ from typing import Any
 import psycopg
 from psycopg import Connection
 
-from awa.embedded import Server
+from tests.chaos.cluster import Cluster
 from tests.chaos.crew import Crew, Member
 from tests.chaos.ledger import Crash
 from tests.chaos.server import connect, crash, kill_backend
@@ -25,16 +25,16 @@ class Faults:
 
     Args:
         chance: Decides when, whom and for how long.
-        seconds: Of the whole run, which has at least one crash of the server.
+        seconds: Of the whole run, which has at least one crash of the server, and one failover if it has a standby.
     """
 
-    def __init__(self, crew: Crew, server: Server, chance: random.Random, seconds: float) -> None:
+    def __init__(self, crew: Crew, cluster: Cluster, chance: random.Random, seconds: float) -> None:
         self.done: Counter[str] = Counter()
         """How often each was inflicted."""
         self.crashes: list[Crash] = []
-        """When the server crashed, and when it was back."""
+        """When the primary was lost, and when it was back or another took over."""
         self._crew = crew
-        self._server = server
+        self._cluster = cluster
         self._chance = chance
         self._numbers = count()
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
@@ -48,14 +48,15 @@ class Faults:
             (10.0, self._fence),
             (5.0, self._rotate),
             (45.0, self._kill_backend),
+            (60.0, self._kill_pooler),
         ]
+        if cluster.has_standby:
+            every += [(0.5, self._tend_standby), (20.0, self._freeze_standby), (40.0, self._crash_standby)]
         for interval, fault in every:
             self._repeat(fault, interval)
-        between = min(60.0, max(seconds, 1.0))
-        at = between * chance.uniform(0.4, 0.7)
-        while at < seconds:
-            self._at(at, self._crash)
-            at += between * chance.uniform(0.8, 1.2)
+        self._spread(self._crash, seconds, 60.0)
+        if cluster.has_standby:
+            self._spread(self._fail_over, seconds, 300.0)
 
     def step(self) -> float:
         """Do what is due; returns the seconds until the next."""
@@ -69,6 +70,14 @@ class Faults:
 
     def _at(self, seconds: float, fault: Callable[[], None]) -> None:
         heapq.heappush(self._agenda, (time.monotonic() + seconds, next(self._numbers), fault))
+
+    def _spread(self, fault: Callable[[], None], seconds: float, interval: float) -> None:
+        """Have it at least once, and about each *interval*."""
+        between = min(interval, max(seconds, 1.0))
+        at = between * self._chance.uniform(0.4, 0.7)
+        while at < seconds:
+            self._at(at, fault)
+            at += between * self._chance.uniform(0.8, 1.2)
 
     def _repeat(self, fault: Callable[[], None], interval: float) -> None:
         def again() -> None:
@@ -98,20 +107,24 @@ class Faults:
     def _kill_producer(self) -> None:
         self._send(self._crew.producers, signal.SIGKILL, "producer killed")
 
+    def _kill_pooler(self) -> None:
+        self._send(self._crew.poolers, signal.SIGKILL, "pooler killed")
+
     def _freeze_worker(self) -> None:
         seconds = self._chance.uniform(1.0, 6.0)
         if (member := self._send(self._crew.workers, signal.SIGSTOP, "worker frozen")) is not None:
             self._at(seconds, lambda: member.signal(signal.SIGCONT))
 
-    def thaw(self) -> None:
-        """Let everybody go on."""
+    def end(self) -> None:
+        """Let everybody go on, and wait for no standby any longer."""
         for member in self._crew.workers:
             member.signal(signal.SIGCONT)
+        self._cluster.dismiss()
 
-    # --- the server
+    # --- the servers
 
     def _connect(self) -> Connection[Any]:
-        return connect(self._server)
+        return connect(self._cluster.primary)
 
     def _some_backend(self) -> int | None:
         with self._connect() as conn:
@@ -129,15 +142,38 @@ class Faults:
 
     def _kill_backend(self) -> None:
         began = time.time()
-        if (pid := self._some_backend()) is not None and kill_backend(self._server, pid):
+        if (pid := self._some_backend()) is not None and kill_backend(self._cluster.primary, pid):
             self.crashes.append((began, time.time()))
             self.done["backend killed"] += 1
 
     def _crash(self) -> None:
         began = time.time()
-        crash(self._server)
+        crash(self._cluster.primary)
         self.crashes.append((began, time.time()))
         self.done["server crashed"] += 1
+
+    def _tend_standby(self) -> None:
+        if self._cluster.tend():
+            self.done["standby made"] += 1
+
+    def _crash_standby(self) -> None:
+        if self._cluster.crash_standby():
+            self.done["standby crashed"] += 1
+
+    def _freeze_standby(self) -> None:
+        if self._cluster.freeze_standby():
+            self.done["standby frozen"] += 1
+            self._at(self._chance.uniform(0.5, 4.0), self._cluster.thaw_standby)
+
+    def _fail_over(self) -> None:
+        """As soon as the standby has all that was acknowledged."""
+        is_planned = self._chance.random() < 0.25
+        crash = self._cluster.fail_over("fast" if is_planned else "immediate", self._chance.uniform(0.0, 1.0))
+        if crash is None:
+            self._at(1.0, self._fail_over)
+        else:
+            self.crashes.append(crash)
+            self.done["failover, planned" if is_planned else "failover"] += 1
 
     def _checkpoint(self) -> None:
         with self._connect() as conn:

@@ -38,6 +38,10 @@ def load(conn: Connection[Any], directory: Path, crashes: Iterable[Crash]) -> No
     with conn.cursor().copy("COPY ledger.runs (entry_id, job, mark, started_at, ended_at) FROM STDIN") as copy:
         for row in _runs(directory):
             copy.write_row(row)
+    with conn.cursor().copy("COPY ledger.commits FROM STDIN") as copy:
+        for line in journal.read(directory, "worker-*.journal"):
+            if line["run"] == "committed":
+                copy.write_row((line["mark"], line["entry"]))
     with conn.cursor().copy("COPY ledger.controls FROM STDIN") as copy:
         for line in _lines(directory, "control"):
             copy.write_row((line["job"], line["control"], line["happened"], _time(line["at"])))

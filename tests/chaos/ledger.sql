@@ -36,6 +36,7 @@ CREATE TABLE ledger.runs (
     run bigint GENERATED ALWAYS AS IDENTITY, entry_id bigint, job bigint, mark bigint, started_at timestamptz,
     ended_at timestamptz
 );
+CREATE TABLE ledger.commits (mark bigint, entry_id bigint);     -- acknowledged to a handler that has its own transaction
 CREATE TABLE ledger.controls (job bigint, what text, happened text, at timestamptz);      -- at: of the answer
 CREATE TABLE ledger.crashes (began_at timestamptz, ended_at timestamptz);
 

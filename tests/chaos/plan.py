@@ -9,12 +9,17 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
+
+from psycopg.conninfo import conninfo_to_dict
 
 ROOT = Path(__file__).parents[2]
 """Where ``tests`` can be imported from."""
 
-SERVER, QUEUES = "pg", "default,bulk:2"
+QUEUES = "default,bulk:2"
+
+Network = Literal["direct", "cut", "pooled"]
+"""What is between a process and the servers: nothing, the cutter, the pooler."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +33,12 @@ class Plan:
     directory: Path
     """For journals, logs and the server."""
     database: str
-    """The address of the database."""
+    """The address of the database, as this process is to use it."""
+
+    @property
+    def hosts(self) -> list[str]:
+        """Where the servers of :attr:`database` listen."""
+        return str(conninfo_to_dict(self.database)["host"]).split(",")
 
     @property
     def brake(self) -> Path:

@@ -63,7 +63,11 @@ class Producer:
         """The application's own connection, opened anew when it was lost."""
         if self._connection is None or self._connection.closed:
             self._connection = psycopg.connect(
-                self._plan.database, autocommit=True, connect_timeout=5, application_name="producer"
+                self._plan.database,
+                autocommit=True,
+                connect_timeout=5,
+                application_name="producer",
+                prepare_threshold=None,  # as somebody sets it who may be behind a pooler
             )
         return self._connection
 

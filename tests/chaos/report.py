@@ -21,6 +21,8 @@ class Report:
 
     seed: int
     """With which it can be repeated, as far as chance is concerned."""
+    notes: list[str]
+    """What could not be inflicted, and why."""
     faults: Mapping[str, int]
     """Inflicted, by kind."""
     figures: Mapping[str, int]
@@ -42,7 +44,7 @@ class Report:
         return asdict(self) | {"is_clean": self.is_clean}
 
     def __str__(self) -> str:
-        lines = [f"seed {self.seed}"]
+        lines = [f"seed {self.seed}", *self.notes]
         for title, numbers in (("faults", self.faults), ("figures", self.figures), ("errors logged", self.errors)):
             lines += ["", title, *(f"  {number:>9,}  {name}" for name, number in numbers.items())]
         lines += ["", "violations"]
@@ -72,6 +74,9 @@ FIGURES = """
                  AND NOT EXISTS (SELECT FROM ledger.runs r WHERE r.entry_id = x.entry_id)
     UNION ALL SELECT 'handlers begun', count(*) FROM ledger.runs
     UNION ALL SELECT 'handlers killed', count(*) FROM ledger.runs WHERE ended_at IS NULL
+    UNION ALL SELECT 'longest time in which no handler began, ms', coalesce(max(pause)::bigint, 0)
+                FROM (SELECT extract(epoch FROM started_at - lag(started_at) OVER (ORDER BY started_at))::numeric * 1000
+                      FROM ledger.runs) t(pause)
     UNION ALL SELECT 'claims', count(*) FROM ledger.claims
     UNION ALL SELECT 'runtimes', count(*) FROM awa.runtime_instances
     UNION ALL SELECT 'runtimes fenced or left', count(*) FROM awa.gone_runtimes
@@ -85,7 +90,8 @@ FIGURES = """
 LOGGED = {
     "outcomes refused as stale": r"(\d+) outcomes were refused",
     "runtimes that found themselves gone": r"WARNING.* was silent for too long",
-    "attempts released whose claim nobody received": r"released (\d+) attempts whose claim",
+    "attempts released whose claim nobody received": r"released (\d+) attempts (?:whose claim|of \d+ claims) ",
+    "flushes that failed": r"WARNING.* recording failed",
     "outcomes that could not be recorded at first": r"recording an outcome failed",
 }
 """What workers log: counted, by the number that is said or by the line."""
@@ -96,7 +102,7 @@ def count_figures(conn: Connection[Any], directory: Path) -> dict[str, int]:
     figures: dict[str, int] = dict(conn.execute(FIGURES).fetchall())
     stale = sum(line["run"] == "stale" for line in journal.read(directory, "worker-*.journal"))
     for line in journal.read(directory, "cutter.journal"):
-        name = f"connections cut, {line['cut']}"
+        name = f"connections: {line['happened']}"
         figures[name] = figures.get(name, 0) + 1
     figures["handlers told that they are stale"] = stale
     logs = "".join(path.read_text(errors="replace") for path in directory.glob("worker-*.log"))

@@ -10,15 +10,16 @@ from types import FrameType
 
 import psycopg
 
-from awa.embedded import Binaries, Server
+from awa.embedded import Binaries
 from awa.storage.migrate import migrate
 from awa.storage.schema import Schema
-from tests.chaos import checks, ledger
+from tests.chaos import checks, ledger, pooler
+from tests.chaos.cluster import Cluster, can_fail_over, kept_cluster
 from tests.chaos.crew import Crew, make_crew
 from tests.chaos.faults import Faults
 from tests.chaos.plan import Plan
 from tests.chaos.report import Report, count_errors, count_figures
-from tests.chaos.server import connect, kept_server
+from tests.chaos.server import connect
 from tests.chaos.ways import PRODUCERS
 
 LOOK_EVERY = 5.0
@@ -40,41 +41,69 @@ class TookTooLong(Exception):
     """The run was ended by its own clock."""
 
 
-def run(binaries: Binaries, *, seed: int, seconds: float, workers: int = 4, keep: bool = False, tell: Tell) -> Report:
+def run(
+    binaries: Binaries,
+    *,
+    seed: int,
+    seconds: float,
+    workers: int = 4,
+    failover: bool = False,
+    pooled: bool = False,
+    keep: bool = False,
+    tell: Tell,
+) -> Report:
     """Torment a server, its producers and its workers for *seconds*, and say what came of it.
 
     Args:
         binaries: The server's programs.
-        keep: Leave server and journals for a look.
+        failover: Have a synchronous standby, which takes over now and then.
+        pooled: Have pgbouncer between the servers and some of the others.
+        keep: Leave servers and journals for a look.
         tell: Gets lines of progress.
 
     Raises:
         TookTooLong: It had not ended long after it should.
     """
-    with _bounded(seconds + DRAINED_AT_MOST + 240), kept_server(binaries, keep=keep) as (directory, server):
+    notes = []
+    if failover and not can_fail_over(binaries):
+        failover = False
+        notes.append(f"no failover: there is no pg_basebackup in {binaries.bin_dir}")
+    if pooled and pooler.find_pooler() is None:
+        pooled = False
+        notes.append("no pooler: pgbouncer is not installed")
+    for note in notes:
+        tell(note)
+    with (
+        _bounded(seconds + DRAINED_AT_MOST + 240),
+        kept_cluster(binaries, has_standby=failover, keep=keep) as (directory, cluster),
+    ):
         tell(f"seed {seed}, {seconds:.0f} s on PostgreSQL {binaries.version} in {directory}")
-        with connect(server) as conn:
+        with connect(cluster.primary) as conn:
             migrate(conn, Schema())
             ledger.install(conn)
-        plan = Plan(seed, seconds, directory, server.url())
-        crew = make_crew(plan, workers=workers, producers=list(PRODUCERS))
+        plan = Plan(seed, seconds, directory, cluster.url)
+        producers = {name: mode.network for name, mode in PRODUCERS.items()}
+        crew = make_crew(plan, workers=workers, producers=producers, has_pooler=pooled)
         try:
             crew.keep_up(with_producers=True)
-            faults = _torment(plan, crew, server, tell)
-            _drain(crew, server, tell)
+            faults = _torment(plan, crew, cluster, tell)
+            _drain(crew, cluster, tell)
             crew.stop(crew.workers, 20.0)
+            with connect(cluster.primary) as conn:
+                crew.complaints += checks.find_leftovers(conn)
         finally:
             crew.kill()
         tell("checking")
-        with connect(server) as conn:
+        with connect(cluster.primary) as conn:
             ledger.load(conn, directory, faults.crashes)
             verdicts = list(checks.check(conn))
             figures = count_figures(conn, directory)
-        return Report(seed, dict(faults.done), figures, verdicts, crew.complaints, dict(count_errors(directory)))
+        errors = dict(count_errors(directory))
+        return Report(seed, notes, dict(faults.done), figures, verdicts, crew.complaints, errors)
 
 
-def _torment(plan: Plan, crew: Crew, server: Server, tell: Tell) -> Faults:
-    faults = Faults(crew, server, plan.random("faults"), plan.seconds)
+def _torment(plan: Plan, crew: Crew, cluster: Cluster, tell: Tell) -> Faults:
+    faults = Faults(crew, cluster, plan.random("faults"), plan.seconds)
     until = time.monotonic() + plan.seconds
     looks_at = time.monotonic() + LOOK_EVERY
     while (left := until - time.monotonic()) > 0:
@@ -82,21 +111,18 @@ def _torment(plan: Plan, crew: Crew, server: Server, tell: Tell) -> Faults:
         time.sleep(max(0.0, min(faults.step(), left, 0.1)))
         if time.monotonic() > looks_at:
             looks_at = time.monotonic() + LOOK_EVERY
-            with suppress(psycopg.Error), connect(server) as conn:
+            with suppress(psycopg.Error), connect(cluster.primary) as conn:
                 backlog = ledger.count_open(conn)
                 plan.brake.touch() if backlog > MOST_OPEN else plan.brake.unlink(missing_ok=True)
                 tell(f"{left:4.0f} s left, {backlog:,} jobs are open, {sum(faults.done.values())} faults")
-    faults.thaw()
+    faults.end()
     crew.stop(crew.producers, 15.0)
     return faults
 
 
-def _drain(crew: Crew, server: Server, tell: Tell) -> None:
+def _drain(crew: Crew, cluster: Cluster, tell: Tell) -> None:
     """Keep the workers up until every job has ended, as long as some still do."""
-    with connect(server) as conn:
-        for (gid,) in conn.execute("SELECT gid FROM pg_prepared_xacts").fetchall():  # of a producer that was killed
-            with suppress(psycopg.errors.UndefinedObject):
-                conn.execute(psycopg.sql.SQL("ROLLBACK PREPARED {}").format(gid))
+    with connect(cluster.primary) as conn:
         least = ledger.count_open(conn)
         progress = begun = time.monotonic()
         told = 0.0
@@ -106,6 +132,10 @@ def _drain(crew: Crew, server: Server, tell: Tell) -> None:
                 tell(f"draining, {least} jobs are open")
             crew.keep_up(with_producers=False)
             time.sleep(0.5)
+            # of a producer that was killed or cut off
+            for (gid,) in conn.execute("SELECT gid FROM pg_prepared_xacts").fetchall():
+                with suppress(psycopg.errors.UndefinedObject):
+                    conn.execute(psycopg.sql.SQL("ROLLBACK PREPARED {}").format(gid))
             if (left := ledger.count_open(conn)) < least:
                 least, progress = left, time.monotonic()
 

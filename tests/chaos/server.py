@@ -1,63 +1,40 @@
-"""The server of a run: its own, with fsync on, ended and removed by a process that outlives the run."""
+"""A server of a run: its own, with fsync on."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psycopg
 
 from awa.embedded import Binaries, Server
-from tests.chaos.plan import ROOT
 
 SETTINGS: dict[str, str | int] = {
     "fsync": "on",
     "max_prepared_transactions": 50,
     "checkpoint_timeout": "30s",
     "max_wal_size": "128MB",
+    "wal_keep_size": "512MB",  # a standby that was away goes on where it was
+    "wal_retrieve_retry_interval": "200ms",
 }
 
 
 def make_server(directory: Path, binaries: Binaries) -> Server:
-    """The server in *directory*."""
-    return Server(binaries, directory / "pg", settings=SETTINGS)
-
-
-@contextmanager
-def kept_server(binaries: Binaries, *, keep: bool = False) -> Iterator[tuple[Path, Server]]:
-    """A new directory and the server started in it; both are gone afterwards, the files unless *keep*."""
-    directory = Path(tempfile.mkdtemp(prefix="awa-chaos-", dir="/tmp"))
-    directory.chmod(0o755)  # for root the server runs as somebody else
-    keeper = subprocess.Popen(
-        [sys.executable, "-m", "tests.chaos.keeper", str(directory), str(binaries.bin_dir), binaries.version],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        start_new_session=True,  # a Ctrl-C is not for it
-    )
-    try:
-        server = make_server(directory, binaries)
-        server.start()
-        yield directory, server
-    finally:
-        keeper.communicate(b"keep" if keep else b"", timeout=90)
+    """A server in *directory*."""
+    return Server(binaries, directory, settings=SETTINGS)
 
 
 def connect(server: Server) -> psycopg.Connection[Any]:
-    """A connection of the run itself, which no fault ends."""
+    """A connection of the run itself, which no fault ends and which waits for no standby, nor long for who does."""
     return psycopg.connect(
         server.url(),
         autocommit=True,
         connect_timeout=5,
         application_name="chaos",
-        options="-c statement_timeout=60s -c lock_timeout=10s",
+        options="-c statement_timeout=60s -c lock_timeout=1s -c synchronous_commit=local",
     )
 
 
@@ -67,16 +44,22 @@ def crash(server: Server) -> None:
     server.start()
 
 
-def kill_backend(server: Server, pid: int) -> bool:
-    """Kill one of the server's processes, so that it restarts all of them; False when *pid* is not its child."""
-    postmaster = server.status().pid
+def send(server: Server, pid: int, number: signal.Signals) -> bool:
+    """Send a signal to one of the server's processes; False when *pid* is not its child."""
     try:
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
         return False
-    if parent != postmaster:
+    if parent != server.status().pid:
         return False
-    os.kill(pid, signal.SIGKILL)
+    os.kill(pid, number)
+    return True
+
+
+def kill_backend(server: Server, pid: int) -> bool:
+    """Kill one of the server's processes, so that it restarts all of them; False when *pid* is not its child."""
+    if not send(server, pid, signal.SIGKILL):
+        return False
     until = time.monotonic() + 30
     time.sleep(0.05)
     while not server.status().is_running and time.monotonic() < until:

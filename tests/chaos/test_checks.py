@@ -12,7 +12,7 @@ import psycopg
 import pytest
 
 from tests.chaos import ledger
-from tests.chaos.checks import CHECKS, check
+from tests.chaos.checks import CHECKS, check, find_leftovers
 from tests.chaos.journal import Journal
 from tests.fixtures.jobs import fence, rescue
 from tests.storage import engine
@@ -66,6 +66,10 @@ class Scene:
         number = next(self._runs)
         self._worked.note(run="begun", number=number, job=job, entry=entry, mark=mark, at=begun)
         self._worked.note(run="ended", number=number, at=ended)
+
+    def note_commit(self, member: Member, mark: int) -> None:
+        """A handler's own transaction was acknowledged."""
+        self._worked.note(run="committed", mark=mark, entry=member.entry_id)
 
     def control(self, job: int, what: str, happened: str) -> None:
         """An operator's deed, and the answer."""
@@ -149,6 +153,41 @@ def test_a_fenced_worker_that_begins_late_is_no_violation(scene: Scene) -> None:
     assert scene.findings() == {}
 
 
+def test_a_rescue_that_cancels_what_an_operator_wants_cancelled_is_no_violation(scene: Scene) -> None:
+    scene.note(1)
+    scene.insert(1)
+    (member,) = scene.claim()
+    scene.run(member)
+    assert engine.cancel(scene.conn, member.id)[0] == "requested"
+    scene.control(member.id, "cancel", "requested")
+    fence(scene.conn, scene.runtime)
+    rescue(scene.conn, scene.runtime)
+    assert scene.findings() == {}
+
+
+def test_an_effect_that_was_acknowledged_and_is_there_is_no_violation(scene: Scene) -> None:
+    scene.note(1)
+    scene.insert(1, kind="effect")
+    (member,) = scene.work()
+    scene.conn.execute("INSERT INTO app.effects VALUES (1, %s)", [member.entry_id])
+    scene.note_commit(member, 1)
+    assert scene.findings() == {}
+
+
+def test_what_a_session_holds_that_nobody_works_in_is_found(database: str, conn: Conn) -> None:
+    """Guard: a pooler's sessions outlive their clients, so that a lock or a transaction can stay behind in them."""
+    with psycopg.connect(database) as left:
+        left.execute("SELECT pg_advisory_lock(7)")
+        left.commit()
+        (lock,) = find_leftovers(conn, timeout=0.0)
+        assert "advisory lock" in lock and str(left.info.backend_pid) in lock
+        left.execute("SELECT pg_advisory_unlock(7)")
+        (transaction,) = find_leftovers(conn, timeout=0.0)
+        assert "has a transaction open" in transaction
+        left.rollback()
+        assert find_leftovers(conn, timeout=0.0) == []
+
+
 def _lost(scene: Scene) -> None:
     scene.note(1)
 
@@ -208,6 +247,24 @@ def _stale(scene: Scene) -> None:
     )
 
 
+def _stale_cancelled(scene: Scene) -> None:
+    """Nobody asked for it."""
+    scene.note(1)
+    scene.insert(1, kind="changeable")
+    (member,) = scene.claim()
+    scene.run(member)
+    fence(scene.conn, scene.runtime)
+    scene.conn.execute(
+        "INSERT INTO awa.attempt_ends (entry_id, claim_id, id, slot, outcome) VALUES (%s, %s, %s, %s, 'cancelled')",
+        [member.entry_id, member.claim_id, member.id, member.slot],
+    )
+    scene.conn.execute(
+        "INSERT INTO awa.ended_jobs (id, created_at, priority, attempt, max_attempts, state, queue, kind, args)"
+        " VALUES (%s, now(), 2, 1, 1, 'cancelled', 'default', 'changeable', '{}')",
+        [member.id],
+    )
+
+
 def _end_of_an_unknown_claim(scene: Scene) -> None:
     scene.note(1)
     scene.insert(1)
@@ -260,6 +317,18 @@ def _no_effect(scene: Scene) -> None:
     scene.note(1)
     scene.insert(1, kind="effect")
     scene.work()
+
+
+def _effect_lost(scene: Scene) -> None:
+    """The handler was told that its transaction is committed; then its job ran again, and had its effect."""
+    scene.note(1)
+    scene.insert(1, kind="effect")
+    (first,) = scene.claim()
+    scene.run(first)
+    scene.note_commit(first, 1)
+    scene.settle([], [Outcome(first, "retried")])
+    (member,) = scene.work()
+    scene.conn.execute("INSERT INTO app.effects VALUES (1, %s)", [member.entry_id])
 
 
 def _never_run(scene: Scene) -> None:
@@ -327,6 +396,7 @@ PLANTS: dict[Callable[[Scene], None], set[str]] = {
     _completed_and_failed: {"ended twice"},
     _claimed_twice: {"attempts claimed twice"},
     _stale: {"stale writes accepted"},
+    _stale_cancelled: {"stale writes accepted"},
     _end_of_an_unknown_claim: {"ends of nothing"},
     _taken_back_and_run: {"rolled back and there", "rolled back and run"},
     _run_and_taken_back: {"rolled back and run", "run and never inserted"},
@@ -335,6 +405,7 @@ PLANTS: dict[Callable[[Scene], None], set[str]] = {
     _job_without_row: {"without the row beside it, or the other way round"},
     _two_effects: {"effects not exactly once"},
     _no_effect: {"effects not exactly once"},
+    _effect_lost: {"effects acknowledged and lost"},
     _never_run: {"completed without a run"},
     _told_cancelled: {"told cancelled and not so"},
     _tried_again: {"asked to be cancelled and tried again"},

@@ -11,7 +11,7 @@ import psycopg
 from psycopg import IsolationLevel
 from psycopg.types.json import Json
 
-from tests.chaos.plan import Plan
+from tests.chaos.plan import Network, Plan
 from tests.chaos.producer import Producer, Undone
 
 Way = Callable[[Producer], None]
@@ -225,6 +225,8 @@ class Mode:
     """Each with how often, in parts of their sum."""
     rest: float
     """Mean seconds between two deeds."""
+    network: Network = "direct"
+    """What is between it and the servers."""
     notify: bool = True
     """Whether its inserts ring."""
     prepare: Way | None = None
@@ -233,13 +235,13 @@ class Mode:
 
 PRODUCERS = {
     "single": Mode([(single, 1), (single_lent, 1), (plain_sql, 0.3)], 0.015),
-    "batch": Mode([(many, 2), (many_lent, 2), (copy, 0.3), (copy_lent, 0.3)], 0.4),
-    "undone": Mode([(rolled_back, 1), (savepoint, 1)], 0.1),
-    "held": Mode([(held, 1)], 0.3),
+    "batch": Mode([(many, 2), (many_lent, 2), (copy, 0.3), (copy_lent, 0.3)], 0.4, "cut"),
+    "undone": Mode([(rolled_back, 1), (savepoint, 1)], 0.1, "pooled"),
+    "held": Mode([(held, 1)], 0.3, "cut"),
     "old": Mode([(with_old_snapshot, 1)], 0.3),
-    "delayed": Mode([(delayed, 1)], 0.2),
-    "two-phase": Mode([(two_phase, 1)], 0.3, notify=False, prepare=finish_prepared),
-    "operator": Mode([(operate, 1)], 0.3),
+    "delayed": Mode([(delayed, 1)], 0.2, "pooled"),
+    "two-phase": Mode([(two_phase, 1)], 0.3, "cut", notify=False, prepare=finish_prepared),
+    "operator": Mode([(operate, 1)], 0.3, "cut"),
     "reader": Mode([(hold_snapshot, 1)], 3.0),
 }
 

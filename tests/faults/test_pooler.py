@@ -18,6 +18,7 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 import awa
+from awa._core import Handler, Outcomes
 from awa.embedded import Server
 from awa.errors import ConfigError, DatabaseNotFound
 from awa.storage import backends
@@ -25,6 +26,7 @@ from awa.storage import pooler as poolers
 from awa.storage.line import CLAIM, Line, Wanted, statements
 from awa.storage.pool import connect
 from awa.storage.schema import Schema
+from awa.worker import known
 from tests.fixtures.db import short_directory, wait_until
 from tests.fixtures.jobs import (
     StartWorker,
@@ -463,6 +465,31 @@ def test_a_lost_connection_ends_nobody_elses_backend(
             client.close()
             proxy.close()
     assert left_behind(pooled) == []
+
+
+def test_signs_of_life_get_on_while_their_own_worker_claims(
+    database: str, conn: Conn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through a pooler nobody can tell whether it is this worker or a lost connection of it that claims just now.
+
+    So a moment is looked for at which nobody does. Guard: it is looked for more than once; else the number up to which
+    all claims are known may stand still for as long as there is much to do, and ever more is read for it.
+    """
+    monkeypatch.setattr(known, "PAUSE", 0.5)
+    runtime = register(conn)
+    conn.execute("INSERT INTO awa.jobs (kind) VALUES ('work')")
+    line, outcomes = Line(database, Schema(), {"work": Handler("work", print, print, is_typed=False)}), Outcomes()
+    outcomes.opened(line.exchange(runtime, [], [Wanted("default", 1)]).claims[0].attempts)
+    looking = known.KnownClaims(schema=Schema(), outcomes=outcomes, line=lambda: None, is_certain=lambda: True)
+    with psycopg.connect(database) as claiming:
+        claiming.execute(
+            "SELECT pg_advisory_xact_lock_shared(hashtextextended('awa.runtime:' || %s, 0))", [str(runtime)]
+        )
+        over = threading.Timer(0.2, claiming.commit)
+        over.start()
+        assert looking.look(conn, runtime) == outcomes.newest_claim > 0
+        over.join()
+    line.close()
 
 
 def test_only_a_backend_that_claimed_last_is_ended(database: str, conn: Conn) -> None:
