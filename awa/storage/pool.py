@@ -8,7 +8,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
@@ -37,7 +37,6 @@ _DEFAULTS = {
 # Claims, settles and fences read what was committed before each statement, whatever the role's default says.
 _SESSION = "SET SESSION CHARACTERISTICS AS TRANSACTION ISOLATION LEVEL READ COMMITTED"
 
-
 ANSWER_WITHIN = 60.0
 """Seconds that a statement of the library's own may take. A peer that acknowledges what it gets and never answers (a
 frozen proxy or server) looks alive to the network."""
@@ -54,7 +53,7 @@ class OwnConnection(Connection[TupleRow]):
     is_deaf = False
     """It was given up so."""
     backend: Backend | None = None
-    """The server's process."""
+    """The server's process; None where a pooler keeps which one it is to itself."""
 
     def wait(self, gen: Generator[Any, Any, T], *args: Any, **options: Any) -> T:
         """What psycopg does whenever it waits for the server."""
@@ -92,7 +91,7 @@ class GivenUp:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._backends: list[tuple[tuple[str, int], Backend]] = []  # guarded by _lock
+        self._backends: list[tuple[_Server, Backend]] = []  # guarded by _lock
 
     def add(self, connection: OwnConnection) -> None:
         """Note that *connection* is given up, which is still open here."""
@@ -109,11 +108,15 @@ class GivenUp:
             found = [backend for server, backend in self._backends if server == here]
             self._backends = [(server, backend) for server, backend in self._backends if server != here]
         for backend in found:
-            connection.execute(backends.END, {"pid": backend.pid, "started_at": backend.started_at})
+            with suppress(psycopg.errors.InsufficientPrivilege):  # a role that has become another one
+                connection.execute(backends.END, {"pid": backend.pid, "started_at": backend.started_at})
 
 
-def _server_of(connection: Connection[Any]) -> tuple[str, int]:
-    return connection.info.host, connection.info.port
+_Server = tuple[str, int, str]
+
+
+def _server_of(connection: Connection[Any]) -> _Server:
+    return connection.info.host, connection.info.port, connection.info.user
 
 
 _given_up = GivenUp()
@@ -123,7 +126,10 @@ def _begin(connection: OwnConnection) -> None:
     """What every connection of the library's own begins with."""
     connection.execute(_SESSION)
     _given_up.end(connection)
-    connection.backend = backends.backend_of(connection)
+    backend = backends.backend_of(connection)
+    # behind a pooler the process that answered just now is somebody else's in a moment, and not to be ended
+    if backend is not None and backend.pid == connection.info.backend_pid:
+        connection.backend = backend
 
 
 @contextmanager
@@ -357,8 +363,8 @@ class Pool:
         """
         pgconn = connection.pgconn
         poll = select.poll()
-        poll.register(pgconn.socket, select.POLLIN)
         try:
+            poll.register(pgconn.socket, select.POLLIN)
             while poll.poll(0):
                 pgconn.consume_input()
                 pgconn.is_busy()  # reads what came: a change of a setting, or why the server ended it
