@@ -180,11 +180,12 @@ def test_a_worker_whose_network_swallows_everything_can_be_stopped(
     record is rescued, and the exit code says so."""
     processes.module(APP)
     address = make_conninfo(wire.address, connect_timeout=2)
-    worker = processes.start("app:client", "--shutdown-timeout", "5", "--poll-interval", "60", AWA_DATABASE_URL=address)
+    worker = processes.start("app:client", "--shutdown-timeout", "6", "--poll-interval", "60", AWA_DATABASE_URL=address)
     wait_until(lambda: len(wire.links("awa worker")) == 1, timeout=30)
-    job = client.insert({"seconds": 3.0}, kind="nap")
+    job = client.insert({"seconds": 5.0}, kind="nap")
     ran = processes.directory / "ran"
     wait_until(lambda: ran.exists() and "begin" in ran.read_text(), timeout=20)
+    time.sleep(3.0)  # its polls are rare by now: none is under way
     for name in ("worker", "recovery", "heartbeat", "maintenance", "leave"):
         wire.fail_new("nothing", f"awa {name}")
     wire.break_off("nothing")
