@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
@@ -95,7 +95,7 @@ class GivenUp:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._backends: list[tuple[tuple[str, int], Backend]] = []  # guarded by _lock
+        self._backends: list[tuple[_Server, Backend]] = []  # guarded by _lock
 
     def add(self, connection: OwnConnection) -> None:
         """Note that *connection* is given up, which is still open here."""
@@ -117,11 +117,15 @@ class GivenUp:
             found = [backend for server, backend in self._backends if server == here]
             self._backends = [(server, backend) for server, backend in self._backends if server != here]
         for backend in found:
-            connection.execute(backends.END, {"pid": backend.pid, "started_at": backend.started_at})
+            with suppress(psycopg.errors.InsufficientPrivilege):  # a role that has become another one
+                connection.execute(backends.END, {"pid": backend.pid, "started_at": backend.started_at})
 
 
-def _server_of(connection: Connection[Any]) -> tuple[str, int]:
-    return connection.info.host, connection.info.port
+_Server = tuple[str, int, str]
+
+
+def _server_of(connection: Connection[Any]) -> _Server:
+    return connection.info.host, connection.info.port, connection.info.user
 
 
 _given_up = GivenUp()
@@ -132,7 +136,10 @@ def _begin(connection: OwnConnection, conninfo: str) -> None:
     _open.add(connection)
     settle_in(connection, conninfo)
     _given_up.end(connection)
-    connection.backend = None if is_pooled(connection) else backends.backend_of(connection)
+    backend = backends.backend_of(connection)
+    # behind a pooler the process that answered just now is somebody else's in a moment, and not to be ended
+    if backend is not None and not is_pooled(connection) and backend.pid == connection.info.backend_pid:
+        connection.backend = backend
 
 
 @contextmanager
@@ -388,8 +395,8 @@ class Pool:
         """
         pgconn = connection.pgconn
         poll = select.poll()
-        poll.register(pgconn.socket, select.POLLIN)
         try:
+            poll.register(pgconn.socket, select.POLLIN)
             while poll.poll(0):
                 pgconn.consume_input()
                 pgconn.is_busy()  # reads what came: a change of a setting, or why the server ended it

@@ -186,7 +186,7 @@ def test_a_synchronous_standby_that_is_away_holds_up_and_costs_nothing(
         while time.monotonic() < until:
             most = max(most, count(conn, "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE 'awa %'"))
             time.sleep(0.05)
-        assert most < 10
+        assert most < 9  # six were seen; ten without the guard
         pair.standby.start()
         jobs += client.insert_many([work.bind() for _ in range(20)])
         wait_until(lambda: {job.id for job in jobs} <= set(completed(conn)), timeout=30)

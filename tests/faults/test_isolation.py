@@ -55,6 +55,7 @@ def run(database: str, *command: str) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_all_of_it_works_for_a_role_that_is_strict_by_default(
     strict: str, conn: Conn, start_worker: StartWorker, processes: WorkerProcesses
 ) -> None:

@@ -6,6 +6,7 @@ the database afterwards, on a new connection; see tests/worker/test_doubt.py for
 
 from __future__ import annotations
 
+import signal
 import socket
 import threading
 import time
@@ -21,8 +22,9 @@ from awa.errors import DatabaseNotFound
 from awa.storage import line, pool
 from awa.worker import heartbeat as heartbeats
 from awa.worker.maintenance import loop
+from tests.faults.test_outage import APP
 from tests.fixtures.db import wait_until
-from tests.fixtures.jobs import StartWorker, claimed_twice, count, count_running, ended
+from tests.fixtures.jobs import StartWorker, WorkerProcesses, claimed_twice, count, count_running, ended
 from tests.fixtures.wire import FAULTS, Fault, Wire
 
 Conn = psycopg.Connection[Any]
@@ -168,6 +170,29 @@ def test_a_server_that_accepts_and_never_answers_is_given_up_after_connect_timeo
     wait_until(lambda: [x for x in wire.links(f"awa {name}") if x.fault is None], timeout=20)
     assert count(conn, "SELECT count(*) FROM awa.gone_runtimes") == 0
     remote.close()
+
+
+@pytest.mark.slow
+def test_a_worker_whose_network_swallows_everything_can_be_stopped(
+    wire: Wire, client: awa.Client, conn: Conn, processes: WorkerProcesses
+) -> None:
+    """Guard: a worker that stops waits ten seconds for an answer, where it would wait a minute. What it could not
+    record is rescued, and the exit code says so."""
+    processes.module(APP)
+    address = make_conninfo(wire.address, connect_timeout=2)
+    worker = processes.start("app:client", "--shutdown-timeout", "6", "--poll-interval", "60", AWA_DATABASE_URL=address)
+    wait_until(lambda: len(wire.links("awa worker")) == 1, timeout=30)
+    job = client.insert({"seconds": 5.0}, kind="nap")
+    ran = processes.directory / "ran"
+    wait_until(lambda: ran.exists() and "begin" in ran.read_text(), timeout=20)
+    time.sleep(3.0)  # its polls are rare by now: none is under way
+    for name in ("worker", "recovery", "heartbeat", "maintenance", "leave"):
+        wire.fail_new("nothing", f"awa {name}")
+    wire.break_off("nothing")
+    worker.signal(signal.SIGTERM)  # whoever led has left, and stop() itself records what the handler comes to
+    assert worker.wait(45) == 75, worker.stderr
+    assert "end" in ran.read_text()
+    assert client.get(job.id).state == "running"
 
 
 def test_a_slow_network_only_slows(

@@ -273,6 +273,7 @@ def test_backends_that_are_ended_at_random_cost_nothing(
     assert count(conn, "SELECT count(*) FROM awa.gone_runtimes") == 0
 
 
+@pytest.mark.slow
 def test_a_lock_that_keeps_the_heartbeat_waiting_does_not_pile_up_connections(
     client: awa.Client, start_worker: StartWorker, conn: Conn, database: str
 ) -> None:
