@@ -77,7 +77,7 @@ def _delay_flushes(plan: Plan) -> None:
             raise BenchmarkError("cloud needs fsync on: a server that flushes nothing does not wait for it")
         for setting in (f"commit_delay = {COMMIT_US}", "commit_siblings = 0"):
             name = sql.Identifier(str(given["dbname"]))
-            conn.execute(sql.SQL("ALTER DATABASE {} SET {}").format(name, sql.SQL(setting)))  # type: ignore[arg-type]
+            conn.execute(sql.SQL("ALTER DATABASE {} SET {}").format(name, sql.SQL(setting)))
 
 
 def conclude(medians: Medians) -> Iterator[str]:

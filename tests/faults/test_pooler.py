@@ -331,8 +331,8 @@ def test_with_a_direct_address_idle_workers_are_woken(
 
     start_worker(client, poll_interval=30, listen_url=database)
     wait_for_bells(conn, "default", "")
-    for options in ({}, {"delay": 0.2}, {}):
-        assert ended(client, client.insert(work.bind(), **options), timeout=20).state == "completed"
+    for delay in (None, 0.2, None):
+        assert ended(client, client.insert(work.bind(), delay=delay), timeout=20).state == "completed"
         wait_for_bells(conn, "default")
     assert "AWA_LISTEN_URL" not in caplog.text
     assert left_behind(pooled) == []
