@@ -107,6 +107,7 @@ def test_it_ends_when_it_reconnects_to_an_untrusted_copy(
     if is_in_doubt:
         conn.execute("INSERT INTO awa.jobs (kind, args) VALUES ('work', '{\"seconds\": 1.0}')")
         wait_until(lambda: count(conn, "SELECT count(*) FROM awa.claims WHERE entry_ids <> '{}'"), timeout=15.0)
+    wait_until(lambda: len(conn.execute(OURS).fetchall()) == 3, timeout=15.0)
     become_a_copy(conn)
     before = disconnect(conn)
     assert process.wait(30.0) == 4, process.stderr
