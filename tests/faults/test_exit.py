@@ -50,10 +50,10 @@ def run(script: str, database: str, *, code: int = 0) -> tuple[str, float]:
 
 @pytest.mark.parametrize("last", ["client.close()", "", "sys.exit(3)"])
 def test_a_producer_that_closes_nothing_ends_at_once(database: str, conn: Conn, last: str) -> None:
-    """Guard: the pool's threads do not keep the interpreter; `psycopg_pool` waits five seconds for each otherwise."""
+    """Guard: nothing of a pool that is left open keeps the interpreter; its threads are daemons."""
     said, seconds = run(f"client.insert(work.bind())\n{last}", database, code=3 if "exit" in last else 0)
     assert said == ""
-    assert seconds < 20  # five for each thread of the pool, if it waited
+    assert seconds < 30  # ended by itself, not by the time-out above
     assert count(conn, "SELECT count(*) FROM awa.jobs") == 1
 
 

@@ -62,8 +62,8 @@ def test_handlers_that_hold_the_interpreter_in_bursts_do_not_delay_the_signs_of_
 ) -> None:
     """Guard: a sign of life takes few round trips on a connection of its own, so it waits for few bursts.
 
-    Sorting keeps every other thread waiting until it is done. With a sign of life that is sent by a handler's thread
-    between two jobs, the age passes the limit: tried, with the interval at 6 s.
+    Sorting keeps every other thread waiting until it is done, so each round trip costs some bursts. With a hundred
+    round trips to a sign of life its age passed the limit of 6 s: tried.
     """
     stale_after = 6.0
     stop = threading.Event()
