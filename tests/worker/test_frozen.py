@@ -230,6 +230,7 @@ def test_a_holder_that_may_not_be_ended_is_told_of_once(
             "USAGE ON SCHEMA awa",
             "SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA awa",
             "USAGE, SELECT ON ALL SEQUENCES IN SCHEMA awa",
+            "EXECUTE ON ALL FUNCTIONS IN SCHEMA awa",
             *(["pg_read_all_stats"] if sees else []),
         ):
             conn.execute(sql.SQL("GRANT {} TO {}").format(sql.SQL(grant), role))  # type: ignore[arg-type]
