@@ -73,8 +73,8 @@ def _ask_worker(address: str, page: str) -> Answer:
     connection = HTTPConnection(host, port, timeout=TIMEOUT)
     try:
         connection.request("GET", page)
-        response = connection.getresponse()
-        body = response.read(1_000_000)
+        with connection.getresponse() as response:  # an answer without a length keeps the socket otherwise
+            body = response.read(1_000_000)
     except (OSError, HTTPException) as error:
         text = str(error) or type(error).__name__
         raise AwaError(f"no worker answers at {address} ({text}): see that it runs with --health-addr") from error

@@ -118,7 +118,8 @@ class GivenUp:
             self._backends = [(server, backend) for server, backend in self._backends if server != here]
         for backend in found:
             with suppress(psycopg.errors.InsufficientPrivilege):  # a role that has become another one
-                connection.execute(backends.END, {"pid": backend.pid, "started_at": backend.started_at})
+                asked = {"pid": backend.pid, "started_at": backend.started_at, "last": None}
+            connection.execute(backends.END, asked)
 
 
 _Server = tuple[str, int, str]

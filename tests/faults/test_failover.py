@@ -271,7 +271,7 @@ def test_a_worker_does_not_start_where_it_cannot_write(processes: WorkerProcesse
 
 @contextmanager
 def parameters(conninfo: str) -> Iterator[list[str | None]]:
-    pool = Pool(conninfo)
+    pool = Pool(lambda: conninfo)
     with connect(conninfo, name="worker") as own, pool.connection() as lent:
         yield [conn.info.get_parameters().get("target_session_attrs") for conn in (own, lent)]
     pool.close()

@@ -348,7 +348,7 @@ def test_a_client_says_why_when_the_server_stays_away(own_server: Server, monkey
     migrate(own_server.url(), Schema())
     client = awa.Client(own_server.url(), pool_size=1)
     client.insert({}, kind="x")
-    monkeypatch.setattr(client._connections()._mine(), "timeout", 1.0)
+    monkeypatch.setattr(client._pool._mine(), "timeout", 1.0)
     with client.connection(), pytest.raises(DatabaseNotFound, match=r"all 1 of this process are in use"):
         client.insert({}, kind="x")
     own_server.stop("fast")

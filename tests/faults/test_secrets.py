@@ -113,7 +113,7 @@ def heard() -> Iterator[Callable[[], str]]:
     """Everything that every logger says, with tracebacks, as text and as JSON."""
     streams = io.StringIO()
     handlers = []
-    for log_format in (logs._Text(), logs._Json()):
+    for log_format in (logs._Text(shows_process=False), logs._Json()):
         handler = logging.StreamHandler(streams)
         handler.setFormatter(log_format)
         handlers.append(handler)
@@ -184,7 +184,7 @@ def test_no_object_shows_it(guarded: Server, form: Form, heard: Callable[[], str
     client.task(kind="work")(lambda_like)
     found = find_database(address)
     assert found is not None
-    pool = Pool(found.conninfo)
+    pool = Pool(lambda: found.conninfo)
     with client.worker(threads=1) as worker, pool.connection() as conn:
         job = client.insert({}, kind="work")
         ended(client, job, timeout=30)
@@ -229,7 +229,7 @@ def test_a_refused_connection_says_who_and_where_and_not_with_what(
     client.task(kind="work")(lambda_like)
     found = find_database(address)
     assert found is not None
-    pool = Pool(found.conninfo)
+    pool = Pool(lambda: found.conninfo)
     calls: list[Callable[[], object]] = [
         lambda: client.insert({}, kind="work"),
         lambda: client.get(1),
