@@ -113,6 +113,11 @@ def main(target: str, database: str | None, queues: tuple[str, ...], **flags: st
     link = Link.inherited()
     is_one_of_several = link is not None or settings.processes > 1
     logs.configure(log_format=settings.log_format, level=settings.log_level, shows_process=is_one_of_several)
+    if settings.processes > 1 and settings.health_addr:
+        raise ConfigError(
+            f"health_addr is {settings.health_addr!r} and processes is {settings.processes}: they cannot all listen"
+            " there. Leave one of the two out; `awa health` without an address asks the database about every worker"
+        )
     if settings.processes > 1 and link is None:
         sys.exit(Processes(settings.processes, shutdown_timeout=settings.shutdown_timeout).run())
     # A client reads its settings when it is made, while its module is imported: so they travel as its environment.

@@ -336,6 +336,13 @@ def test_what_cannot_start_is_not_tried_for_ever(
     assert "giving up" in process.stderr
 
 
+def test_several_processes_cannot_answer_at_one_address(app: WorkerProcesses) -> None:
+    """Guard: the two settings together. Each but the first would end with a port that is in use."""
+    process = app.start("app:client", "--processes", "2", "--health-addr", "127.0.0.1:8123")
+    assert process.wait(30) == 78
+    assert "health_addr is '127.0.0.1:8123' and processes is 2" in process.stderr
+
+
 def test_a_number_that_cannot_be_is_refused(app: WorkerProcesses) -> None:
     """Guard: the setting's bounds; nothing is imported or started before."""
     app.module("raise RuntimeError('imported')")
