@@ -11,9 +11,9 @@ from awa import options
 from awa.errors import ValidationError
 from awa.job import JobState
 from awa.storage import control, listing, queues
+from awa.storage.connection import repeated
 from awa.storage.control import Controlled
 from awa.storage.listing import JobPage, Position
-from awa.storage.pool import repeated
 from awa.storage.queues import Count
 from awa.storage.schema import Schema
 from awa.storage.snapshot import one_snapshot

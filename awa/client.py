@@ -17,9 +17,10 @@ from awa.job import JobId
 from awa.registry import Registry, Task, TaskOptions, check_hook
 from awa.retry import RetryPolicy
 from awa.storage import control, jobs
+from awa.storage.connection import repeated
 from awa.storage.control import Controlled
 from awa.storage.jobs import JobInfo
-from awa.storage.pool import Pool, repeated
+from awa.storage.pool import Pool
 from awa.storage.pooler import declare_as
 from awa.storage.schema import Schema
 from awa.version import VERSION

@@ -35,8 +35,8 @@ from awa.config import Found, redact
 from awa.embedded import find_or_start_database
 from awa.errors import AwaError
 from awa.job import Job
+from awa.storage.connection import connect
 from awa.storage.migrate import migrate
-from awa.storage.pool import connect
 from awa.storage.pooler import is_pooled
 from awa.storage.schema import Schema
 

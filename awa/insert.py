@@ -18,8 +18,8 @@ from awa.errors import ConfigError, ValidationError
 from awa.job import JobId
 from awa.registry import BoundArgs, Registry, Task, TaskOptions
 from awa.storage import jobs
+from awa.storage.connection import repeated
 from awa.storage.jobs import JobInfo, JobRow
-from awa.storage.pool import repeated
 from awa.storage.schema import Schema
 
 FIRST_LOOK = 500

@@ -12,9 +12,9 @@ import psycopg
 from awa.config import find_database, load_settings, split_address
 from awa.errors import AwaError, ConfigError
 from awa.storage import runtimes
+from awa.storage.connection import connect
 from awa.storage.grants import explaining
 from awa.storage.migrate import check_schema
-from awa.storage.pool import connect
 from awa.storage.schema import Schema
 
 HEALTHY, UNHEALTHY, UNKNOWN = 0, 1, 2

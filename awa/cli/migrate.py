@@ -13,8 +13,8 @@ from awa.config import load_settings
 from awa.embedded import find_or_start_database
 from awa.errors import AwaError
 from awa.storage import migrate as migrations
+from awa.storage.connection import connect
 from awa.storage.grants import explaining, parse_grants, render_grants
-from awa.storage.pool import connect
 from awa.storage.schema import Schema
 
 

@@ -17,9 +17,9 @@ from awa.config import load_settings
 from awa.embedded import find_or_start_database
 from awa.storage import rebase as rebasing
 from awa.storage.check import Report, check_storage
+from awa.storage.connection import connect
 from awa.storage.grants import Part, explaining
 from awa.storage.migrate import check_schema
-from awa.storage.pool import connect
 from awa.storage.pooler import declare_as
 from awa.storage.rebase import Rebased, Survey, survey
 from awa.storage.schema import Schema

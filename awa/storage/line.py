@@ -18,7 +18,7 @@ from psycopg.pq import ConnStatus, DiagnosticField, ExecStatus, Format
 
 from awa._core import Attempt, Flush, Handler, decode_batch, int2_array, text_array
 from awa.errors import RuntimeGone, StorageNotTrusted
-from awa.storage.pool import read_only
+from awa.storage.connection import read_only
 from awa.storage.pooler import MISSING_STATEMENT, SET_READ_COMMITTED, declare, is_pooled
 from awa.storage.schema import Schema
 from awa.storage.trust import connect_trusted, rebase_command

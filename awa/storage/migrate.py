@@ -28,7 +28,7 @@ from psycopg import errors
 from psycopg.rows import class_row, tuple_row
 
 from awa.errors import AwaError, ConfigError, SchemaNotMigrated, SchemaTooNew, StorageNotTrusted
-from awa.storage.pool import connect
+from awa.storage.connection import connect
 from awa.storage.schema import Schema
 
 OLDEST_SUPPORTED = 16

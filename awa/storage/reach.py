@@ -14,7 +14,7 @@ from typing import Any
 from psycopg import Connection
 from psycopg.rows import class_row
 
-from awa.storage.pool import patiently
+from awa.storage.connection import patiently
 from awa.storage.schema import Schema
 
 # A segment that is emptied after the snapshot would look empty in it too; the lock comes first, and truncates wait.

@@ -15,7 +15,7 @@ from psycopg import Connection
 from psycopg.rows import tuple_row
 
 from awa.errors import ConfigError, StorageNotTrusted
-from awa.storage.pool import ANSWER_WITHIN, OwnConnection, connect
+from awa.storage.connection import ANSWER_WITHIN, OwnConnection, connect
 from awa.storage.reach import find_unreachable, whole_storage
 from awa.storage.schema import Schema
 
@@ -74,7 +74,7 @@ def check_same_server(conn: Connection[Any], listen_url: str) -> None:
 def connect_trusted(
     conninfo: str, schema: Schema, *, name: str, answer_within: float | None = ANSWER_WITHIN
 ) -> OwnConnection:
-    """As :func:`awa.storage.pool.connect`, to a server whose rows are its own.
+    """As :func:`awa.storage.connection.connect`, to a server whose rows are its own.
 
     Raises:
         StorageNotTrusted: As :func:`check_origin` does.

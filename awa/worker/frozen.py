@@ -21,8 +21,8 @@ from psycopg import Connection
 from awa.errors import AwaError
 from awa.storage import backends
 from awa.storage.backends import Holder
+from awa.storage.connection import connect
 from awa.storage.line import Claimed
-from awa.storage.pool import connect
 from awa.storage.schema import Schema
 from awa.worker.service import first_line
 

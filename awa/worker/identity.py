@@ -13,7 +13,7 @@ import orjson
 from awa._core import Handler
 from awa.config import Settings
 from awa.storage import runtimes
-from awa.storage.pool import repeated
+from awa.storage.connection import repeated
 from awa.storage.schema import Schema
 from awa.storage.trust import connect_trusted
 

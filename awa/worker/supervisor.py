@@ -28,9 +28,9 @@ from awa.config import Settings
 from awa.errors import AwaError, ConfigError, DeadlineExceeded, ShutdownTimeout
 from awa.job import Outcome
 from awa.registry import Registry
+from awa.storage.connection import connect
 from awa.storage.grants import check_worker, explaining
 from awa.storage.migrate import check_schema
-from awa.storage.pool import connect
 from awa.storage.schema import Schema
 from awa.storage.trust import check_origin, check_same_server
 from awa.worker.attempt import Attempts

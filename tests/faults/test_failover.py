@@ -23,8 +23,9 @@ import awa
 from awa.embedded import Binaries, Server, _create_directory
 from awa.errors import DatabaseNotFound
 from awa.storage import line, pool
+from awa.storage.connection import connect
 from awa.storage.migrate import migrate
-from awa.storage.pool import Pool, connect
+from awa.storage.pool import Pool
 from awa.storage.schema import Schema
 from tests.faults.test_outage import APP, QUICK
 from tests.fixtures.db import short_directory, wait_until

@@ -20,6 +20,7 @@ from psycopg.conninfo import make_conninfo
 import awa
 from awa.errors import DatabaseNotFound
 from awa.storage import line, pool
+from awa.storage.connection import connect
 from awa.worker import heartbeat as heartbeats
 from awa.worker.maintenance import loop
 from tests.faults.test_outage import APP
@@ -223,13 +224,13 @@ def options(connection: Conn) -> tuple[int, ...]:
 def test_the_kernel_watches_every_connection(wire: Wire, remote: awa.Client) -> None:
     """A peer that has vanished acknowledges nothing: the kernel notices within half a minute, if it is told to look.
 
-    Guard: the defaults of pool.py, as the kernel has them; the connection string goes before them."""
-    with pool.connect(wire.address, name="worker") as own, remote.connection() as lent:
+    Guard: the defaults of connection.py, as the kernel has them; the connection string goes before them."""
+    with connect(wire.address, name="worker") as own, remote.connection() as lent:
         assert options(own) == options(lent) == (1, 15, 5, 3, 30000)
     told = make_conninfo(
         wire.address, keepalives_idle=7, keepalives_interval=2, keepalives_count=4, tcp_user_timeout=9000
     )
-    with pool.connect(told, name="worker") as own:
+    with connect(told, name="worker") as own:
         assert options(own) == (1, 7, 2, 4, 9000)
 
 

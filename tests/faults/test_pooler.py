@@ -23,8 +23,8 @@ from awa.embedded import Server
 from awa.errors import ConfigError, DatabaseNotFound
 from awa.storage import backends
 from awa.storage import pooler as poolers
+from awa.storage.connection import connect
 from awa.storage.line import CLAIM, Line, Wanted, statements
-from awa.storage.pool import connect
 from awa.storage.schema import Schema
 from awa.worker import known
 from tests.fixtures.db import short_directory, wait_until

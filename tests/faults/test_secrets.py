@@ -28,8 +28,9 @@ from awa.cli import main
 from awa.config import find_database, load_settings, mask
 from awa.embedded import Server
 from awa.errors import ConfigError, DatabaseNotFound
+from awa.storage.connection import connect
 from awa.storage.migrate import migrate
-from awa.storage.pool import Pool, connect
+from awa.storage.pool import Pool
 from awa.storage.schema import Schema
 from awa.worker import logs
 from tests.faults.test_health import free_port

@@ -10,7 +10,8 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from awa.errors import DatabaseNotFound
-from awa.storage.pool import Pool, connect
+from awa.storage.connection import connect
+from awa.storage.pool import Pool
 
 
 @contextmanager
