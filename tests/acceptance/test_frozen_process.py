@@ -134,10 +134,12 @@ def test_workers_that_freeze_at_any_moment_lose_nothing(app: WorkerProcesses, cl
     workers = [app.start("app:client", *settings) for _ in range(2)]
     jobs: list[awa.Inserted] = []
     for turn in range(6):
-        jobs += insert(client, 20, seconds=0.002)
         stopped, other = workers[turn % 2], workers[1 - turn % 2]
-        before = done_by(conn, stopped)
-        wait_until(lambda stopped=stopped, before=before: done_by(conn, stopped) > before, timeout=20)
+        before, give_up_at = done_by(conn, stopped), time.monotonic() + 20
+        while done_by(conn, stopped) == before:  # the other may take all of them
+            assert time.monotonic() < give_up_at
+            jobs += insert(client, 20, seconds=0.002)
+            time.sleep(0.2)
         time.sleep(dice.uniform(0.0, 0.05))
         stopped.signal(signal.SIGSTOP)
         before = done_by(conn, other)
@@ -147,7 +149,7 @@ def test_workers_that_freeze_at_any_moment_lose_nothing(app: WorkerProcesses, cl
         stopped.signal(signal.SIGCONT)
     wait_until(lambda: count_running(conn) + count_available(conn) == 0, timeout=30)
     assert {client.get(job.id).state for job in jobs} == {"completed"}
-    assert count(conn, "SELECT count(DISTINCT job) FROM ledger") == len(jobs) == 540
+    assert count(conn, "SELECT count(DISTINCT job) FROM ledger") == len(jobs)
     assert claimed_twice(conn) == []
     for worker in workers:
         worker.signal(signal.SIGTERM)
