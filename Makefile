@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml setup.py awa/_core.pyx
 TOGETHER := -n 3 --dist worksteal
-SERVED := tests/storage tests/migrations
+SERVED := tests/storage
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -24,7 +24,7 @@ test: $(VENV)/dev.stamp ## run the tests, on the system's PostgreSQL if there is
 	@if $(BIN)/python -c 'import os, sys; from awa.embedded import from_system; sys.exit(not from_system(os.environ))'
 	then
 		$(BIN)/python -m pytest $(TOGETHER) --pg=system
-		$(BIN)/python -m pytest $(TOGETHER) --pg=embedded -m 'not slow' $(SERVED)
+		AWA_PROPERTY_STEPS=500 $(BIN)/python -m pytest $(TOGETHER) --pg=embedded -m 'not slow' $(SERVED)
 	else
 		$(BIN)/python -m pytest $(TOGETHER) --pg=embedded
 	fi
