@@ -233,14 +233,19 @@ def insert_jobs(conn: Connection[Any], schema: Schema, rows: Sequence[JobRow], *
             "run_ats": _Array(text_array([None if row.run_at is None else row.run_at.isoformat() for row in rows])),
             "delays": [row.delay for row in rows],
         }
+    return [JobId(int(found[0])) for found in _rows(conn, schema, _statement(schema, text, notify), params)]
+
+
+def _rows(conn: Connection[Any], schema: Schema, statement: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """What a producer's *statement* gives, sent in the transaction of *conn*."""
     with _cursor(conn) as cursor:
         cursor.adapters.register_dumper(_Array, _ArrayDumper)
         cursor.adapters.register_dumper(_Int2s, _Int2sDumper)
         try:
-            cursor.execute(_statement(schema, text, notify), params)
+            cursor.execute(statement, params)
         except REFUSED as error:
             raise refusal(conn, schema, "producer", error) from error
-        return [JobId(int(found[0])) for found in cursor.fetchall()]
+        return cursor.fetchall()
 
 
 def copy_jobs(conn: Connection[Any], schema: Schema, rows: Iterable[JobRow], *, notify: bool) -> int:

@@ -1,0 +1,2 @@
+-- Unique keys: who holds which.
+SELECT 1;

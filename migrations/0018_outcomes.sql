@@ -1,0 +1,2 @@
+-- What follows from an outcome.
+SELECT 1;

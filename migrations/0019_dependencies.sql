@@ -1,0 +1,2 @@
+-- Jobs that wait for other jobs.
+SELECT 1;
