@@ -144,10 +144,18 @@ class Book:
     def make_due(self, *, queue: str | None, kinds: Iterable[str]) -> None:
         """Let the time come for everything of *queue* and *kinds* that waits for it."""
         with self._lock:
-            known = set(kinds)
-            for entry in self._entries.values():
-                if entry.run_at is not None and entry.row.kind in known and queue in (None, entry.row.queue):
-                    entry.run_at = min(entry.run_at, self.now)
+            now, known = self.now, set(kinds)
+            due = [
+                (entry.run_at, entry.id, entry)
+                for entry in self._entries.values()
+                if entry.run_at is not None
+                and entry.run_at > now
+                and entry.row.kind in known
+                and queue in (None, entry.row.queue)
+            ]
+            # a microsecond apart, in the order in which they would have become due
+            for back, (_, _, entry) in enumerate(sorted(due, reverse=True)):
+                entry.run_at = now - timedelta(microseconds=back)
 
     def queues(self) -> list[str]:
         """Every queue with an available job, by name."""
