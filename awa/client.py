@@ -50,6 +50,7 @@ class Client:
             ``auto``, which looks.
         max_args_bytes: Most bytes of a job's args, and of its metadata; None: AWA_MAX_ARGS_BYTES, or 256 KiB.
         pool_size: Most connections that inserts and handlers share, 1 to 1000.
+        tasks_of: Another client: whatever is declared for either of the two is declared for both.
 
     Raises:
         ConfigError: A setting cannot work.
@@ -67,11 +68,14 @@ class Client:
         pooler: str | None = None,
         max_args_bytes: int | None = None,
         pool_size: int = 10,
+        tasks_of: Client | None = None,
     ) -> None:
         if database is not None and not isinstance(database, str):
             raise ConfigError(
                 f"database must be a libpq connection string or URL, or None to look for it, got {database!r}"
             )
+        if tasks_of is not None and not isinstance(tasks_of, Client):
+            raise ConfigError(f"tasks_of must be an awa.Client, got {tasks_of!r}")
         self._database = database
         self._arguments = {"schema": schema, "notify": notify, "pooler": pooler, "max_args_bytes": max_args_bytes}
         settings = self._settings()
@@ -85,9 +89,9 @@ class Client:
             max_args_bytes=settings.max_args_bytes,
         )
         self._pool = Pool(self._conninfo, size=options.declared(options.check_pool_size, pool_size))
-        self._on_start: list[Callable[[], object]] = []
-        self._on_stop: list[Callable[[], object]] = []
-        self.registry = Registry()
+        self._on_start: list[Callable[[], object]] = [] if tasks_of is None else tasks_of._on_start
+        self._on_stop: list[Callable[[], object]] = [] if tasks_of is None else tasks_of._on_stop
+        self.registry: Registry = Registry() if tasks_of is None else tasks_of.registry
         """The tasks that were declared."""
         self._producer = Producer(self.registry, self._defaults, self._schema, self._notify, self._own)
 
@@ -344,6 +348,7 @@ class Client:
             version=VERSION,
             on_start=tuple(self._on_start),
             on_stop=tuple(self._on_stop),
+            wrap=self._wrap,
         )
 
     @contextmanager
@@ -361,6 +366,10 @@ class Client:
     def _settings(self, arguments: dict[str, Any] | None = None, flags: dict[str, object] | None = None) -> Settings:
         given = self._arguments if arguments is None else arguments
         return load_settings({k: v for k, v in given.items() if v is not None}, flags=flags)
+
+    def _wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What a worker calls for *function*, a handler or a hook; a client of a framework has more to do here."""
+        return function
 
     def _conninfo(self) -> str:
         found = find_database(self._database)
