@@ -368,7 +368,8 @@ def _check_conninfo(conninfo: str, source: str) -> str:
     if fields is None:
         scheme = re.match(r"\w+(?=[+\w]*:)", conninfo)
         what = f" (it begins with {scheme[0]}:)" if scheme and not scheme[0].startswith("postgres") else ""
-        advice = ", or set AWA_DATABASE_URL, which comes first" if source == "DATABASE_URL" else ""
+        is_for_others = source == "DATABASE_URL" or "SQLALCHEMY" in source
+        advice = ", or set AWA_DATABASE_URL, which comes first" if is_for_others else ""
         raise ConfigError(
             f"the database from {source} is no PostgreSQL connection string{what}:"
             f" give one like postgresql://user@host/name{advice}"

@@ -30,14 +30,28 @@ def find_client(target: str) -> Client:
     if name:
         found = getattr(module, name, None)
         if not isinstance(found, Client):
+            _check_not_of_flask(module_name, name, found)
             raise ConfigError(f"{mask(target)} is {_what(found)}, not an awa.Client{_choice(module)}")
         return found
     clients = _clients(module)
+    if not clients:
+        for name, value in vars(module).items():
+            _check_not_of_flask(module_name, name, value)
     if len(set(map(id, clients.values()))) != 1:
         raise ConfigError(
             f"module {module_name} has {len(clients) or 'no'} awa.Client at its top level{_choice(module)}"
         )
     return next(iter(clients.values()))
+
+
+def _check_not_of_flask(module_name: str, name: str, found: object) -> None:
+    ours, flask = sys.modules.get("awa.ext.flask"), sys.modules.get("flask")
+    kinds = tuple(kind for kind in (getattr(ours, "Awa", None), getattr(flask, "Flask", None)) if kind is not None)
+    if isinstance(found, kinds):
+        raise ConfigError(
+            f"{module_name}:{name} belongs to a Flask app, as {type(found).__name__}:"
+            f" run `flask --app {module_name} awa worker` instead"
+        )
 
 
 def _load(name: str) -> ModuleType:

@@ -1,0 +1,300 @@
+"""``awa.ext.flask``: an app's queue, the context of its jobs, its config, its commands."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from flask import Flask, current_app, g, has_app_context, has_request_context
+from flask_sqlalchemy import SQLAlchemy
+from sqlalchemy import text
+from sqlalchemy.engine import make_url
+
+import awa
+from awa.client import Client
+from awa.ext.flask import Awa, in_context, read_config
+from tests.fixtures.db import wait_until
+from tests.fixtures.jobs import StartWorker, WorkerProcesses, count, ended
+
+Conn = psycopg.Connection[Any]
+
+
+def make_app(queue: Awa, name: str = "shop", **config: object) -> Flask:
+    app = Flask(name)
+    app.config.update(config)
+    queue.init_app(app)
+    return app
+
+
+# --- one Awa, several apps
+
+
+def test_apps_share_the_tasks_and_have_a_client_each(database: str, empty_database: str) -> None:
+    """Guard: the client is found by way of current_app. With one client for all, both would insert into one database."""
+    queue = Awa()
+    one = make_app(queue, "one", AWA_DATABASE_URL=database, AWA_QUEUE="first")
+    two = make_app(queue, "two", AWA_DATABASE_URL=empty_database)
+
+    @queue.task()  # after both
+    def work(n: int) -> None: ...
+
+    with one.app_context():
+        client = queue.client
+        assert queue.client is client
+        job = queue.insert(work.bind(1))
+        assert [found.get().kind for found in queue.insert_many([work.bind(2), work.bind(3)])] == ["work", "work"]
+        assert queue.insert_many_copy([work.bind(4)]) == 1
+        assert (queue.get(job.id).queue, job.get().state) == ("first", "available")
+        assert queue.cancel(job.id).state == "cancelled"
+        assert [found.id for found in queue.admin.list_jobs("cancelled").jobs] == [job.id]
+        with queue.connection() as conn:
+            assert conn.execute("SELECT 1").fetchone() == (1,)
+        queue.close()
+    with two.app_context():
+        assert queue.client is not client
+        with pytest.raises(awa.SchemaNotMigrated):
+            queue.insert(work.bind(1))
+        queue.close()
+
+
+def test_without_the_right_app_it_says_what_to_do() -> None:
+    queue, other = Awa(), Awa()
+    app = make_app(queue)
+    with pytest.raises(RuntimeError, match=r"with app\.app_context\(\):"):
+        queue.insert({}, kind="x")
+    with app.app_context(), pytest.raises(RuntimeError, match=r"'shop' does not belong .*init_app\(app\)"):
+        other.insert({}, kind="x")
+    with Flask("bare").app_context(), pytest.raises(RuntimeError, match="init_app"):
+        _ = queue.admin
+    for again in (queue, other):
+        with pytest.raises(awa.ConfigError, match="has a queue already"):
+            again.init_app(app)
+    with pytest.raises(awa.ConfigError, match="takes a Flask app"):
+        queue.init_app("shop")  # type: ignore[arg-type]
+    assert Awa(Flask("direct")).task
+
+
+def test_it_has_every_method_of_a_client() -> None:
+    """Guard: the list of delegated methods. One that a client learns and this does not is found here."""
+    public = {name for name in dir(Client) if not name.startswith("_")}
+    assert public - {"said", "registry"} <= set(dir(Awa()))
+    assert Awa.insert.__doc__ == Client.insert.__doc__
+
+
+# --- what is where
+
+
+def threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate()}
+
+
+def sockets() -> int:
+    return sum("socket:" in link for link in map(_link, Path("/proc/self/fd").iterdir()))
+
+
+def _link(path: Path) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""  # the listing's own
+
+
+def test_twenty_apps_leave_nothing(database: str, conn: Conn, recwarn: pytest.WarningsRecorder) -> None:
+    """Guard: the finalizer that closes an app's client. Without it the connections would be lost with a ResourceWarning."""
+    queue = Awa()
+
+    @queue.task()
+    def work(n: int) -> None: ...
+
+    wait_until(lambda: gc.collect() == 0)
+    before = threads(), sockets()
+    apps = []
+    for n in range(20):
+        app = make_app(queue, f"app{n}", AWA_DATABASE_URL=database)
+        apps.append(weakref.ref(app))
+        with app.app_context():
+            assert queue.client
+            if n % 4 == 0:
+                queue.insert(work.bind(n))
+    del app
+    gc.collect()
+    assert [app for app in apps if app() is not None] == []
+    wait_until(lambda: (threads(), sockets()) == before, timeout=20)
+    assert count(conn, "SELECT count(*) FROM awa.jobs") == 5
+    assert [str(found.message) for found in recwarn] == []
+
+
+def test_nothing_starts_before_it_is_used() -> None:
+    """Guard: clients are made lazily, and open lazily."""
+    before = threads(), sockets()
+    queue = Awa()
+    app = make_app(queue, AWA_DATABASE_URL="postgresql://nobody@127.0.0.1:1/x")
+    with app.app_context():
+        assert queue.client
+    assert (threads(), sockets()) == before
+
+
+# --- config
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"AWA_THREAD": 3}, "app.config has 'AWA_THREAD', which awa does not know: the nearest that it knows is 'AWA_THREADS'"),
+        ({"AWA_DATABASE": "x"}, "has 'AWA_DATABASE'.*'AWA_DATABASE_URL'"),
+        ({"AWA_THREADS": 0}, r"threads is 0 \(from app.config\['AWA_THREADS'\]\): give a whole number"),
+        ({"AWA_QUEUES": "a,a"}, r"queues is 'a,a' \(from app.config\['AWA_QUEUES'\]\): give each queue once"),
+        ({"AWA_HEARTBEAT": 20}, r"heartbeat is 20 s \(from app.config\['AWA_HEARTBEAT'\]\)"),
+        ({"AWA_PRIORITY": 9}, r"app.config\['AWA_PRIORITY'\]: priority .* 9"),
+        ({"AWA_POOL_SIZE": "many"}, r"app.config\['AWA_POOL_SIZE'\]: pool_size .*'many'"),
+        ({"AWA_DATABASE_URL": "mysql://u:secret@h/x"}, r"the database from app.config\['AWA_DATABASE_URL'\] is no PostgreSQL"),
+        ({"AWA_DATABASE_URL": 7}, r"app.config\['AWA_DATABASE_URL'\] must be a connection string or URL, got a int"),
+        ({"SQLALCHEMY_DATABASE_URI": "postgresql+psycopg2://u:secret@h/x?async_fallback=1"}, "or set AWA_DATABASE_URL"),
+    ],
+)  # fmt: skip
+def test_config_that_cannot_work_is_refused_by_init_app(config: dict[str, object], said: str) -> None:
+    """Guard: read_config in init_app; without it the first insert would tell, and a misspelt key never."""
+    with pytest.raises(awa.ConfigError, match=said) as refused:
+        make_app(Awa(), **config)
+    assert "secret" not in str(refused.value)
+
+
+def test_config_goes_before_the_environment_and_the_options_of_a_worker_before_both(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AWA_THREADS", "3")
+    monkeypatch.setenv("AWA_HEARTBEAT", "4")
+    monkeypatch.setenv("AWA_PG_BIN", "/nowhere")
+    copied = {"AWA_PG_BIN": "/nowhere", "AWA_SCHEMA": " ", "AWA_NOTIFY": None}  # as from os.environ
+    app = make_app(Awa(), AWA_THREADS=5, AWA_QUEUES=["a", "b:2"], AWA_POOL_SIZE="7", AWA_MAX_ARGS_BYTES=100, **copied)
+    with app.app_context():
+        client = app.extensions["awa"].awa.client
+        settings = client.worker()._settings
+        assert (settings.threads, settings.heartbeat, settings.schema) == (5, 4.0, "awa")
+        assert [str(spec) for spec in settings.queues] == ["a", "b:2"]
+        assert (settings.sources["threads"], settings.sources["heartbeat"]) == (
+            "app.config['AWA_THREADS']",
+            "AWA_HEARTBEAT",
+        )
+        assert client.worker(flags={"threads": "6"})._settings.threads == 6
+        assert client.worker(threads=8, flags={"threads": "6"})._settings.threads == 8
+        assert client._defaults.max_args_bytes == 100
+    monkeypatch.setenv("AWA_PG_BIN", "/elsewhere")
+    with pytest.raises(awa.ConfigError, match="AWA_PG_BIN"):
+        make_app(Awa(), **copied)
+
+
+def test_the_database_is_ours_then_that_of_flask_sqlalchemy(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = "postgresql://u:p%40ss@h/ours", "postgresql+psycopg2://u:p%40ss@h/theirs?sslmode=require"
+    plain = "postgresql://u:p%40ss@h/theirs?sslmode=require"
+    assert read_config({"AWA_DATABASE_URL": ours, "SQLALCHEMY_DATABASE_URI": theirs}).database == ours
+    for uri in (theirs, theirs.replace("psycopg2", "psycopg"), make_url(theirs)):
+        assert read_config({"SQLALCHEMY_DATABASE_URI": uri, "AWA_DATABASE_URL": ""}).database == plain
+    assert read_config({"SQLALCHEMY_DATABASE_URI": "sqlite://"}).database is None
+    monkeypatch.setenv("DATABASE_URL", "postgresql://h/environment")
+    assert read_config({"SQLALCHEMY_DATABASE_URI": theirs}).database == plain
+    assert read_config({}).database is None  # and the client looks there
+    monkeypatch.setenv("AWA_DATABASE_URL", "postgresql://h/environment")
+    assert read_config({"SQLALCHEMY_DATABASE_URI": theirs}).database is None
+    assert read_config({"AWA_DATABASE_URL": ours}).database == ours
+
+
+# --- the context of a job
+
+
+def test_a_call_has_a_context_of_its_own_and_its_outcome_stands() -> None:
+    """Guard: the except around the teardown in _call. Without it what a teardown raises is the job's outcome; without
+    the second teardown the last of the functions, as that of a session is, would not be called at all."""
+    app, torn = Flask("shop"), list[object]()
+
+    @app.teardown_appcontext
+    def first(error: BaseException | None) -> None:
+        torn.append((error, g.pop("mine", None)))
+
+    @app.teardown_appcontext
+    def broken(error: BaseException | None) -> None:
+        raise KeyError("teardown")
+
+    def work(fails: bool) -> str:
+        assert current_app.name == "shop"
+        assert not hasattr(g, "mine")
+        assert not has_request_context()
+        g.mine = 1
+        if fails:
+            raise awa.Cancel("no more")
+        app.app_context().push()  # and never popped
+        return "done"
+
+    with app.test_request_context():
+        g.mine = "the request's"
+        assert in_context(app, work)(False) == "done"
+        with pytest.raises(awa.Cancel) as raised:
+            in_context(app, work)(fails=True)
+        assert g.mine == "the request's"
+        g.pop("mine")
+        app.teardown_appcontext_funcs.remove(broken)
+        torn.append("of the request")
+    assert not has_app_context()
+    assert torn == [(None, 1), (raised.value, 1), "of the request", (None, None)]
+
+
+def test_a_deadline_at_any_point_leaves_no_teardown_out() -> None:
+    """Guard: the second teardown. The deadline's exception may hit in the middle of the first, and the session, with its
+    connection, would stay behind for whichever later context is given the same address."""
+    app, done = Flask("shop"), list[str]()
+
+    @app.teardown_appcontext
+    def remove_session(error: BaseException | None) -> None:
+        done.append("torn")
+        done.append("down")
+
+    def work() -> str:
+        done.append("worked")
+        return "result"
+
+    def raising_at(moment: int) -> Callable[..., object]:
+        left = moment
+
+        def trace(frame: object, event: str, arg: object) -> Callable[..., object]:
+            nonlocal left
+            left -= event in ("call", "line")
+            if left == 0:
+                raise awa.DeadlineExceeded("now")
+            return trace
+
+        return trace
+
+    outcomes = set()
+    for moment in range(1, 1000):
+        done.clear()
+        before, hit = sys.gettrace(), True
+        sys.settrace(raising_at(moment))
+        try:
+            outcome = in_context(app, work)()
+            hit = sys.gettrace() is None  # which is so after a trace function has raised
+        except awa.DeadlineExceeded:
+            outcome = "late"
+        finally:
+            sys.settrace(before)
+        outcomes.add((outcome, tuple(done)))
+        assert not has_app_context()
+        assert "worked" not in done or done[-1] == "down", (moment, done)
+        if not hit:
+            break
+    assert not hit
+    assert ("result", ("worked", "torn", "torn", "down")) in outcomes, "no moment was in the middle of the teardown"
+    assert ("late", ("worked", "torn", "down")) in outcomes
