@@ -298,3 +298,117 @@ def test_a_deadline_at_any_point_leaves_no_teardown_out() -> None:
     assert not hit
     assert ("result", ("worked", "torn", "torn", "down")) in outcomes, "no moment was in the middle of the teardown"
     assert ("late", ("worked", "torn", "down")) in outcomes
+
+
+# --- workers
+
+APP = """
+import os, time
+from flask import Flask, current_app, g
+from flask_sqlalchemy import SQLAlchemy
+import awa
+from awa.ext.flask import Awa
+
+db = SQLAlchemy()
+queue = Awa()
+
+class Note(db.Model):
+    id = db.Column(db.Integer, primary_key=True)
+    what = db.Column(db.String)
+
+@queue.on_worker_start
+def prepare() -> None:
+    db.create_all()
+
+@queue.on_worker_stop
+def leave() -> None:
+    print(current_app.name, "leaves", flush=True)
+
+@queue.task(max_attempts=1, timeout=0.6)
+def note(what: str) -> None | awa.Cancel:
+    assert not hasattr(g, "mine") and len(db.session.registry.registry) == 0
+    g.mine = what
+    db.session.add(Note(what=what))
+    db.session.flush()
+    if what == "commit":
+        db.session.commit()
+        queue.insert(look.bind(), queue="later")
+    if what == "raise":
+        raise ValueError(what)
+    if what == "cancel":
+        return awa.Cancel(what)
+    while what == "late":
+        time.sleep(0.01)
+
+@queue.task()
+def look() -> None:
+    sessions, used = len(db.session.registry.registry), db.engine.pool.checkedout()
+    db.session.add(Note(what=f"{current_app.config['PLACE']}: {sessions} sessions, {used} connections"))
+    db.session.commit()
+
+def create_app():
+    app = Flask("shop")
+    app.config["SQLALCHEMY_DATABASE_URI"] = os.environ["URI"]
+    app.config["PLACE"] = os.environ.get("PLACE", "here")
+    app.config["AWA_THREADS"] = 2
+    app.config["AWA_QUEUES"] = "default"
+    db.init_app(app)
+    queue.init_app(app)
+    app.logger.warning("made")
+    return app
+"""
+
+
+@pytest.fixture
+def shop(processes: WorkerProcesses, database: str) -> WorkerProcesses:
+    """Processes that can run APP; they know the database from Flask-SQLAlchemy's setting alone."""
+    processes.module(APP)
+    processes.database = None
+    return processes
+
+
+def uri(database: str) -> str:
+    return database.replace("postgresql://", "postgresql+psycopg://")
+
+
+def notes(conn: Conn) -> list[str]:
+    return [what for (what,) in conn.execute("SELECT what FROM note ORDER BY id").fetchall()]
+
+
+def test_flask_awa_worker_runs_jobs_in_clean_contexts(
+    shop: WorkerProcesses, database: str, client: awa.Client, conn: Conn
+) -> None:
+    """Guard: the context around every job. What a job left in its session, whatever became of it, would be in the next
+    one's, or keep its connection."""
+    jobs = [
+        client.insert({"what": what}, kind="note", max_attempts=1)
+        for what in ("none", "raise", "cancel", "late", "commit")
+    ]
+    flags = ("--threads", "1", "--queue", "default", "--queue", "later")
+    worker = shop.start("--app", "app", "awa", "worker", *flags, program="flask", URI=uri(database))
+    states = [ended(client, job, timeout=40).state for job in jobs]
+    assert states == ["completed", "failed", "cancelled", "failed", "completed"], worker.stderr
+    assert [client.get(job.id).history[0]["type"] for job in (jobs[1], jobs[3])] == [
+        "ValueError",
+        "awa.errors.DeadlineExceeded",
+    ]
+    wait_until(lambda: notes(conn) == ["commit", "here: 0 sessions, 0 connections"], timeout=15)
+    worker.signal(signal.SIGTERM)
+    assert worker.wait() == 0
+    assert worker.stderr.count("made") == 1
+    assert "worker 1 runs default, later with 1 threads, kinds look, note" in worker.stderr
+
+
+def test_several_processes_of_flask_awa_worker(
+    shop: WorkerProcesses, database: str, client: awa.Client, conn: Conn
+) -> None:
+    """Guard: the children are spawned by the same command line, with the app loaded anew; a fork would share sockets."""
+    worker = shop.start(
+        "--app", "app:create_app", "awa", "worker", "--processes", "2", program="flask", URI=uri(database)
+    )
+    wait_until(lambda: worker.stderr.count(" works") == 2, timeout=40)
+    pids = {int(pid) for pid in re.findall(r"\(pid (\d+)\) works", worker.stderr)}
+    assert count(conn, "SELECT count(*) FROM awa.runtime_instances WHERE pid = ANY (%s)", list(pids)) == 2
+    assert ended(client, client.insert({"what": "commit"}, kind="note")).state == "completed"
+    worker.signal(signal.SIGTERM)
+    assert worker.wait(30) == 0, worker.stderr
