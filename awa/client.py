@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack
 
 from psycopg import Connection
 
 from awa import options
 from awa.config import Settings, find_database, load_settings
 from awa.errors import ConfigError
-from awa.insert import Defaults, Inserted, Lent, NewJob, Producer, override
+from awa.insert import Defaults, Inserted, NewJob, Options, Producer, override
 from awa.job import JobId
+from awa.lent import AsyncLent, Lent
 from awa.registry import Registry, Task, TaskOptions, check_hook
 from awa.retry import RetryPolicy
 from awa.storage import control, jobs
@@ -195,12 +196,13 @@ class Client:
         Args:
             args: An instance of a task's args type, ``task.bind(...)``, a NewJob, or a mapping together with *kind*.
             kind, queue, priority, max_attempts, timeout, run_at, delay, tags, metadata: See :class:`awa.NewJob`.
-            conn: A psycopg connection or cursor whose transaction the job joins; it is never committed or rolled back
-                here. None writes and commits at once.
+            conn: Whose transaction the job joins: a connection or cursor of psycopg or psycopg2, a Session or
+                Connection of SQLAlchemy, or Django's connection. It is never committed or rolled back here. None
+                writes and commits at once.
 
         Raises:
             ValidationError: Args or an option cannot be stored; nothing was sent.
-            ConfigError: Nothing says which kind it is.
+            ConfigError: Nothing says which kind it is, or *conn* cannot be lent.
         """
         item = args
         if (kind, queue, priority, max_attempts, timeout, run_at, delay, tags, metadata) != _NO_OPTIONS:
@@ -242,6 +244,48 @@ class Client:
             ConfigError: As for :meth:`insert_many`.
         """
         return self._producer.insert_many_copy(items, conn)
+
+    async def insert_async(self, args: Any, *, conn: AsyncLent | None = None, **given: Unpack[Options]) -> Inserted:
+        """Write one job from asynchronous code.
+
+        Args:
+            args: As for :meth:`insert`.
+            conn: A ``psycopg.AsyncConnection`` or its cursor, whose transaction the job joins. None writes and commits
+                at once, in a thread; cancelled meanwhile, the job may have been written or not.
+            given: The options of :meth:`insert`.
+
+        Raises:
+            ValidationError: As for :meth:`insert`.
+            ConfigError: As for :meth:`insert`; or *conn* is no asynchronous connection of psycopg's.
+        """
+        item = override(args if isinstance(args, NewJob) else NewJob(args), given) if given else args
+        return Inserted(await self._producer.insert_async(item, conn), True, self)
+
+    async def insert_many_async(self, items: Iterable[Any], *, conn: AsyncLent | None = None) -> list[Inserted]:
+        """Write a batch in one statement, as :meth:`insert_many` does, from asynchronous code.
+
+        Args:
+            items: As for :meth:`insert_many`.
+            conn: As for :meth:`insert_async`.
+
+        Raises:
+            ValidationError: As for :meth:`insert_many`.
+            ConfigError: As for :meth:`insert_async`.
+        """
+        return [Inserted(job_id, True, self) for job_id in await self._producer.insert_many_async(items, conn)]
+
+    async def insert_many_copy_async(self, items: Iterable[Any], *, conn: AsyncLent | None = None) -> int:
+        """Write many jobs by COPY, as :meth:`insert_many_copy` does, from asynchronous code.
+
+        Args:
+            items: An iterable that does not wait. It is walked through in the loop's thread, without *conn* in another.
+            conn: As for :meth:`insert_async`.
+
+        Raises:
+            ValidationError: As for :meth:`insert_many`.
+            ConfigError: As for :meth:`insert_async`.
+        """
+        return await self._producer.insert_many_copy_async(items, conn)
 
     # --- looking ----------------------------------------------------------------------------------------------------
 

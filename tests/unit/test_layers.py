@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "awa"
 
 LAYERS = [
-    {"errors", "_core", "version"},
+    {"errors", "_core", "version", "lent"},  # lent: the types of what conn= takes
     {
         *("job", "args", "unique", "retry", "cron", "descriptors", "registry", "config", "metrics"),
         *("options", "failure"),  # what job, registry and insert refuse alike; what a failed attempt leaves
