@@ -1069,6 +1069,15 @@ cdef class Crew:
                 self.is_leading = True
                 self.lead()
 
+    def run_here(self, Attempt attempt not None):
+        """Run one attempt now, in the calling thread, which may be in a handler already: of another crew, in a test."""
+        before = getattr(_current, "crew", None), getattr(_current, "attempt", None)
+        _current.crew = self
+        try:
+            self.run(attempt, 0)
+        finally:
+            _current.crew, _current.attempt = before
+
     cdef _after_an_end(self):
         """An outcome was noted: see that it is recorded."""
         cdef double since
