@@ -306,6 +306,18 @@ def check_schema(name: str, *, source: str = "argument") -> str:
     return str(_parse("schema", name, source))
 
 
+def is_on(value: object, source: str) -> bool:
+    """Whether *value* says on, from *source*: a bool, or text such as ``on`` or ``0``.
+
+    Raises:
+        ConfigError: It says neither on nor off.
+    """
+    try:
+        return _switch(value)
+    except _Refused as refused:
+        raise ConfigError(f"{source} is {mask(repr(value))}: give {refused}") from None
+
+
 # --- the database
 
 
@@ -421,9 +433,6 @@ def embedded_allowed(environ: Mapping[str, str] | None = None) -> bool:
     environ = os.environ if environ is None else environ
     decided = environ.get("AWA_EMBEDDED", "").strip()
     if decided:
-        try:
-            return _switch(decided)
-        except _Refused as refused:
-            raise ConfigError(f"AWA_EMBEDDED is {decided!r}: give {refused}") from None
+        return is_on(decided, "AWA_EMBEDDED")
     is_ci = environ.get("CI", "").strip().lower() not in ("", "0", "false", "no", "off")
     return not is_ci and not environ.get("KUBERNETES_SERVICE_HOST")

@@ -26,7 +26,7 @@ from flask import Flask, current_app, has_app_context
 
 from awa import options
 from awa.client import Client
-from awa.config import Settings, config_key, find_database, load_settings
+from awa.config import Settings, config_key, find_database, is_on, load_settings
 from awa.errors import ConfigError, ValidationError
 
 if TYPE_CHECKING:
@@ -180,6 +180,11 @@ class AppClient(Client):
         self._config = said.settings
         self._flags = dict(flags or {})
         super().__init__(database or said.database, tasks_of=tasks, **said.options)
+        if said.is_eager:
+            from awa.testing import inline
+
+            self._eager = inline(self, after_commit=True)
+            self._eager.__enter__()
 
     def _settings(self, arguments: dict[str, Any] | None = None, flags: dict[str, object] | None = None) -> Settings:
         given = {name: value for name, value in (arguments or {}).items() if value is not None}
@@ -205,6 +210,8 @@ class AppConfig:
     """Arguments of a client."""
     settings: dict[str, object]
     """Settings by name."""
+    is_eager: bool
+    """Whether jobs run where they are inserted."""
 
 
 _OPTIONS: Mapping[str, Callable[[Any], Any]] = {
@@ -217,7 +224,7 @@ _OPTIONS: Mapping[str, Callable[[Any], Any]] = {
 
 _SETTINGS = [one.name for one in fields(Settings) if one.name != "sources"]
 
-_KEYS = {f"AWA_{name.upper()}": name for name in (*_SETTINGS, *_OPTIONS, "database_url")}
+_KEYS = {f"AWA_{name.upper()}": name for name in (*_SETTINGS, *_OPTIONS, "database_url", "eager")}
 
 
 def read_config(config: Mapping[str, Any]) -> AppConfig:
@@ -237,7 +244,10 @@ def read_config(config: Mapping[str, Any]) -> AppConfig:
     settings = {name: named[name] for name in _SETTINGS if name in named}
     load_settings(config=settings)
     return AppConfig(
-        _database(config), {name: _option(name, named[name]) for name in _OPTIONS if name in named}, settings
+        database=_database(config),
+        options={name: _option(name, named[name]) for name in _OPTIONS if name in named},
+        settings=settings,
+        is_eager=is_on(named.get("eager", False), config_key("eager")),
     )
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,14 +18,14 @@ import psycopg
 import pytest
 from flask import Flask, current_app, g, has_app_context, has_request_context
 from flask_sqlalchemy import SQLAlchemy
-from sqlalchemy import text
 from sqlalchemy.engine import make_url
 
 import awa
 from awa.client import Client
 from awa.ext.flask import Awa, in_context, read_config
+from awa.testing import assert_inserted, list_jobs
 from tests.fixtures.db import wait_until
-from tests.fixtures.jobs import StartWorker, WorkerProcesses, count, ended
+from tests.fixtures.jobs import WorkerProcesses, count, ended
 
 Conn = psycopg.Connection[Any]
 
@@ -298,6 +295,138 @@ def test_a_deadline_at_any_point_leaves_no_teardown_out() -> None:
     assert not hit
     assert ("result", ("worked", "torn", "torn", "down")) in outcomes, "no moment was in the middle of the teardown"
     assert ("late", ("worked", "torn", "down")) in outcomes
+
+
+# --- eager mode
+
+
+class Shop:
+    """An app with a database of its own that is no PostgreSQL, and jobs that run where they are inserted."""
+
+    def __init__(self, uri: str) -> None:
+        self.queue, self.db, self.log = Awa(), SQLAlchemy(), list[str]()
+        self.app = Flask("shop")
+        self.app.config.update(SQLALCHEMY_DATABASE_URI=uri, AWA_EAGER=True, TESTING=True)
+        self.db.init_app(self.app)
+        self.queue.init_app(self.app)
+        db, log = self.db, self.log
+
+        class Order(db.Model):  # type: ignore[name-defined, misc]
+            id = db.Column(db.Integer, primary_key=True)
+            customer = db.Column(db.String)
+
+        @self.queue.task()
+        def thank(order_id: int) -> None:
+            assert not has_request_context()
+            order = db.session.get(Order, order_id)
+            log.append(f"thanks, {order.customer if order else None}")
+            if order and order.customer == "Mallory":
+                raise ValueError("no such address")
+            if order and order.customer == "Eve":
+                order.customer = "a handler that does not commit"
+
+        self.order, self.thank = Order, thank
+        with self.app.app_context():
+            db.create_all()
+
+    def add(self, customer: str) -> Any:
+        """Add an order and insert its job, in the session's transaction."""
+        order = self.order(customer=customer)
+        self.db.session.add(order)
+        self.db.session.flush()
+        self.queue.insert(self.thank.bind(order.id), conn=self.db.session)
+        return order
+
+
+@pytest.fixture(params=["file", "memory"])
+def eager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shop]:
+    shop = Shop(f"sqlite:///{tmp_path}/shop.db" if request.param == "file" else "sqlite://")
+    with shop.app.app_context():
+        yield shop
+        shop.db.session.rollback()
+        shop.db.engine.dispose()
+
+
+def test_eager_jobs_run_when_their_session_has_committed(eager: Shop) -> None:
+    """Guard: what waits for the session's transaction. A job that ran at once would not find its order, or, in the
+    caller's session, would commit it; one that outlived a rollback would never have been."""
+    db, log = eager.db, eager.log
+    ada = eager.add("Ada")
+    assert log == []
+    db.session.commit()
+    assert log == ["thanks, Ada"]
+    assert ada in db.session and ada.customer == "Ada"  # the handler's context took nothing of the caller's
+    eager.add("Bob")
+    db.session.rollback()
+    assert log == ["thanks, Ada"]
+    eager.queue.insert(eager.thank.bind(ada.id))  # on its own: at once
+    assert log == ["thanks, Ada"] * 2
+    jobs = list_jobs(eager.queue.client)
+    assert [(job.args, job.state) for job in jobs] == [({"order_id": 1}, "completed")] * 2
+    assert_inserted(eager.queue.client, eager.thank, args={"order_id": 1}, count=2)
+    eager.add("Eve")
+    db.session.commit()
+    db.session.expire_all()
+    assert [order.customer for order in db.session.query(eager.order)] == ["Ada", "Eve"]
+
+
+def test_eager_jobs_know_savepoints(eager: Shop) -> None:
+    """Guard: what waits goes over to the transaction around a savepoint, and is dropped with one that is rolled back."""
+    db, log = eager.db, eager.log
+    with db.session.begin_nested():
+        eager.add("Ada")
+        with pytest.raises(KeyError), db.session.begin_nested():
+            eager.add("Bob")
+            raise KeyError
+        with db.session.begin_nested():
+            eager.add("Eve")
+    assert log == []
+    db.session.commit()
+    assert log == ["thanks, Ada", "thanks, Eve"]
+    eager.add("Zoe")
+    db.session.remove()
+    assert len(log) == len(list_jobs(eager.queue.client)) == 2
+
+
+def test_what_an_eager_handler_raises_reaches_who_commits(eager: Shop) -> None:
+    db = eager.db
+    eager.add("Mallory")
+    eager.add("Ada")
+    with pytest.raises(ValueError, match="no such address"):
+        db.session.commit()
+    assert eager.log == ["thanks, Mallory", "thanks, Ada"]
+    assert [job.state for job in list_jobs(eager.queue.client)] == ["retryable", "completed"]
+    assert db.session.query(eager.order).count() == 2  # they are committed, and the session goes on
+    eager.add("Zoe")
+    db.session.commit()
+    assert eager.log[-1] == "thanks, Zoe"
+
+
+def test_an_eager_app_validates_as_ever_and_needs_no_database(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWA_EMBEDDED", "0")
+    queue, seen = Awa(), list[object]()
+    app = make_app(queue, AWA_EAGER="on", TESTING=True)
+
+    @queue.task()
+    def greet(name: str) -> None:
+        seen.append((name, current_app.name, has_request_context(), awa.current_job().attempt, dict(vars(g))))
+
+    @app.post("/<name>")
+    def view(name: str) -> str:
+        g.mine = name
+        queue.insert(greet.bind(name if name != "nobody" else None))  # type: ignore[arg-type]
+        assert g.mine == name
+        return "ok"
+
+    web = app.test_client()
+    assert web.post("/ada").text == "ok"
+    assert seen == [("ada", "shop", False, 1, {})]
+    with pytest.raises(awa.ValidationError, match="args.name must be a str"):
+        web.post("/nobody")
+    with app.app_context(), pytest.raises(awa.ConfigError, match="a worker needs a database"):
+        queue.worker()
+    with pytest.raises(awa.ConfigError, match=r"app.config\['AWA_EAGER'\] is 'perhaps': give on or off"):
+        make_app(Awa(), AWA_EAGER="perhaps")
 
 
 # --- workers
