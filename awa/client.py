@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack
 
 from psycopg import Connection
 
 from awa import options
 from awa.config import Settings, find_database, load_settings
 from awa.errors import ConfigError
-from awa.insert import Defaults, Inserted, Lent, NewJob, Producer, override
+from awa.insert import Defaults, Inserted, NewJob, Options, Producer, override
 from awa.job import JobId
+from awa.lent import AsyncLent, Lent
 from awa.registry import Registry, Task, TaskOptions, check_hook
 from awa.retry import RetryPolicy
 from awa.storage import control, jobs
@@ -50,6 +51,7 @@ class Client:
             ``auto``, which looks.
         max_args_bytes: Most bytes of a job's args, and of its metadata; None: AWA_MAX_ARGS_BYTES, or 256 KiB.
         pool_size: Most connections that inserts and handlers share, 1 to 1000.
+        tasks_of: Another client: whatever is declared for either of the two is declared for both.
 
     Raises:
         ConfigError: A setting cannot work.
@@ -67,11 +69,14 @@ class Client:
         pooler: str | None = None,
         max_args_bytes: int | None = None,
         pool_size: int = 10,
+        tasks_of: Client | None = None,
     ) -> None:
         if database is not None and not isinstance(database, str):
             raise ConfigError(
                 f"database must be a libpq connection string or URL, or None to look for it, got {database!r}"
             )
+        if tasks_of is not None and not isinstance(tasks_of, Client):
+            raise ConfigError(f"tasks_of must be an awa.Client, got {tasks_of!r}")
         self._database = database
         self._arguments = {"schema": schema, "notify": notify, "pooler": pooler, "max_args_bytes": max_args_bytes}
         settings = self._settings()
@@ -85,9 +90,9 @@ class Client:
             max_args_bytes=settings.max_args_bytes,
         )
         self._pool = Pool(self._conninfo, size=options.declared(options.check_pool_size, pool_size))
-        self._on_start: list[Callable[[], object]] = []
-        self._on_stop: list[Callable[[], object]] = []
-        self.registry = Registry()
+        self._on_start: list[Callable[[], object]] = [] if tasks_of is None else tasks_of._on_start
+        self._on_stop: list[Callable[[], object]] = [] if tasks_of is None else tasks_of._on_stop
+        self.registry: Registry = Registry() if tasks_of is None else tasks_of.registry
         """The tasks that were declared."""
         self._producer = Producer(self.registry, self._defaults, self._schema, self._notify, self._own)
 
@@ -191,12 +196,13 @@ class Client:
         Args:
             args: An instance of a task's args type, ``task.bind(...)``, a NewJob, or a mapping together with *kind*.
             kind, queue, priority, max_attempts, timeout, run_at, delay, tags, metadata: See :class:`awa.NewJob`.
-            conn: A psycopg connection or cursor whose transaction the job joins; it is never committed or rolled back
-                here. None writes and commits at once.
+            conn: Whose transaction the job joins: a connection or cursor of psycopg or psycopg2, a Session or
+                Connection of SQLAlchemy, or Django's connection. It is never committed or rolled back here. None
+                writes and commits at once.
 
         Raises:
             ValidationError: Args or an option cannot be stored; nothing was sent.
-            ConfigError: Nothing says which kind it is.
+            ConfigError: Nothing says which kind it is, or *conn* cannot be lent.
         """
         item = args
         if (kind, queue, priority, max_attempts, timeout, run_at, delay, tags, metadata) != _NO_OPTIONS:
@@ -238,6 +244,48 @@ class Client:
             ConfigError: As for :meth:`insert_many`.
         """
         return self._producer.insert_many_copy(items, conn)
+
+    async def insert_async(self, args: Any, *, conn: AsyncLent | None = None, **given: Unpack[Options]) -> Inserted:
+        """Write one job from asynchronous code.
+
+        Args:
+            args: As for :meth:`insert`.
+            conn: A ``psycopg.AsyncConnection`` or its cursor, whose transaction the job joins. None writes and commits
+                at once, in a thread; cancelled meanwhile, the job may have been written or not.
+            given: The options of :meth:`insert`.
+
+        Raises:
+            ValidationError: As for :meth:`insert`.
+            ConfigError: As for :meth:`insert`; or *conn* is no asynchronous connection of psycopg's.
+        """
+        item = override(args if isinstance(args, NewJob) else NewJob(args), given) if given else args
+        return Inserted(await self._producer.insert_async(item, conn), True, self)
+
+    async def insert_many_async(self, items: Iterable[Any], *, conn: AsyncLent | None = None) -> list[Inserted]:
+        """Write a batch in one statement, as :meth:`insert_many` does, from asynchronous code.
+
+        Args:
+            items: As for :meth:`insert_many`.
+            conn: As for :meth:`insert_async`.
+
+        Raises:
+            ValidationError: As for :meth:`insert_many`.
+            ConfigError: As for :meth:`insert_async`.
+        """
+        return [Inserted(job_id, True, self) for job_id in await self._producer.insert_many_async(items, conn)]
+
+    async def insert_many_copy_async(self, items: Iterable[Any], *, conn: AsyncLent | None = None) -> int:
+        """Write many jobs by COPY, as :meth:`insert_many_copy` does, from asynchronous code.
+
+        Args:
+            items: An iterable that does not wait. It is walked through in the loop's thread, without *conn* in another.
+            conn: As for :meth:`insert_async`.
+
+        Raises:
+            ValidationError: As for :meth:`insert_many`.
+            ConfigError: As for :meth:`insert_async`.
+        """
+        return await self._producer.insert_many_copy_async(items, conn)
 
     # --- looking ----------------------------------------------------------------------------------------------------
 
@@ -344,6 +392,7 @@ class Client:
             version=VERSION,
             on_start=tuple(self._on_start),
             on_stop=tuple(self._on_stop),
+            wrap=self._wrap,
         )
 
     @contextmanager
@@ -361,6 +410,10 @@ class Client:
     def _settings(self, arguments: dict[str, Any] | None = None, flags: dict[str, object] | None = None) -> Settings:
         given = self._arguments if arguments is None else arguments
         return load_settings({k: v for k, v in given.items() if v is not None}, flags=flags)
+
+    def _wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What a worker calls for *function*, a handler or a hook; a client of a framework has more to do here."""
+        return function
 
     def _conninfo(self) -> str:
         found = find_database(self._database)

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from itertools import chain, islice
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
-from psycopg import Connection, Cursor
+from psycopg import Connection
 
 from awa import options
 from awa._core import dump_json
 from awa.args import codec_for
 from awa.errors import ConfigError, ValidationError
 from awa.job import JobId
+from awa.lent import AsyncLent, Driver, Lent
 from awa.registry import BoundArgs, Registry, Task, TaskOptions
 from awa.storage import jobs
 from awa.storage.connection import repeated
 from awa.storage.jobs import JobInfo, JobRow
+from awa.storage.lent import lent, lent_async
 from awa.storage.schema import Schema
 
 FIRST_LOOK = 500
 """Jobs of a COPY that are validated before anything is sent."""
-
-Lent = Connection[Any] | Cursor[Any]
-"""What ``conn=`` takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,20 @@ class NewJob:
     """At most 20, for finding it again."""
     metadata: dict[str, Any] | None = field(default=None, kw_only=True)
     """JSON that travels with the job and is not given to the handler as args."""
+
+
+class Options(TypedDict, total=False):
+    """The options of a job by name, as :class:`NewJob` describes them."""
+
+    kind: str | None
+    queue: str | None
+    priority: int | None
+    max_attempts: int | None
+    timeout: float | timedelta | None
+    run_at: datetime | None
+    delay: float | timedelta | None
+    tags: Iterable[str] | None
+    metadata: dict[str, Any] | None
 
 
 class Reader(Protocol):
@@ -206,21 +220,6 @@ def _several(items: Any) -> Iterable[object]:
     return items
 
 
-def lent(conn: Lent) -> Connection[Any]:
-    """The psycopg connection behind what the caller lent.
-
-    Raises:
-        ConfigError: It is something else.
-    """
-    if isinstance(conn, Connection):
-        return conn
-    if isinstance(conn, Cursor):
-        return conn.connection
-    raise ConfigError(
-        f"conn is a {type(conn).__module__}.{type(conn).__name__}: lend a psycopg (version 3) connection or cursor"
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Producer:
     """Writes the jobs of one client."""
@@ -240,17 +239,19 @@ class Producer:
         """Write one job, in the transaction of *conn* or in one of its own."""
         row = prepare(item, self.registry, self.defaults)
         if conn is not None:
-            return jobs.insert_job(lent(conn), self.schema, row, notify=self.notify)
+            with lent(conn) as driver:
+                return jobs.insert_job(driver, self.schema, row, notify=self.notify)
         with self.own() as borrowed:
             return repeated(lambda: jobs.insert_job(borrowed, self.schema, row, notify=self.notify))
 
     def insert_many(self, items: Iterable[object], conn: Lent | None) -> list[JobId]:
         """Write a batch by one statement, all or nothing; ids in the order of *items*."""
-        rows = [self._at(position, item) for position, item in enumerate(_several(items))]
+        rows = self._batch(items)
         if not rows:
             return []
         if conn is not None:
-            return jobs.insert_jobs(lent(conn), self.schema, rows, notify=self.notify)
+            with lent(conn) as driver:
+                return jobs.insert_jobs(driver, self.schema, rows, notify=self.notify)
         with self.own() as borrowed:
             return repeated(lambda: jobs.insert_jobs(borrowed, self.schema, rows, notify=self.notify))
 
@@ -260,6 +261,32 @@ class Producer:
         first = list(islice(rows, FIRST_LOOK))  # what is refused at the beginning needs no database
         with self._writing(conn) as writing:
             return jobs.copy_jobs(writing, self.schema, chain(first, rows), notify=self.notify)
+
+    async def insert_async(self, item: object, conn: AsyncLent | None) -> JobId:
+        """As :meth:`insert`; without *conn* in a thread."""
+        if conn is None:
+            return await asyncio.to_thread(self.insert, item, None)
+        row = prepare(item, self.registry, self.defaults)
+        [job_id] = await jobs.insert_jobs_async(lent_async(conn), self.schema, [row], notify=self.notify)
+        return job_id
+
+    async def insert_many_async(self, items: Iterable[object], conn: AsyncLent | None) -> list[JobId]:
+        """As :meth:`insert_many`; without *conn* in a thread."""
+        if conn is None:
+            return await asyncio.to_thread(self.insert_many, items, None)
+        rows = self._batch(items)
+        return await jobs.insert_jobs_async(lent_async(conn), self.schema, rows, notify=self.notify)
+
+    async def insert_many_copy_async(self, items: Iterable[object], conn: AsyncLent | None) -> int:
+        """As :meth:`insert_many_copy`; without *conn* in a thread, which also walks through *items*."""
+        if conn is None:
+            return await asyncio.to_thread(self.insert_many_copy, items, None)
+        rows = self._stream(items)
+        first = list(islice(rows, FIRST_LOOK))
+        return await jobs.copy_jobs_async(lent_async(conn), self.schema, chain(first, rows), notify=self.notify)
+
+    def _batch(self, items: Iterable[object]) -> list[JobRow]:
+        return [self._at(position, item) for position, item in enumerate(_several(items))]
 
     def _stream(self, items: Iterable[object]) -> Iterator[JobRow]:
         for position, item in enumerate(_several(items)):
@@ -284,9 +311,6 @@ class Producer:
             ) from error
 
     @contextmanager
-    def _writing(self, conn: Lent | None) -> Iterator[Connection[Any]]:
-        if conn is not None:
-            yield lent(conn)
-            return
-        with self.own() as borrowed:
-            yield borrowed
+    def _writing(self, conn: Lent | None) -> Iterator[Driver]:
+        with self.own() if conn is None else lent(conn) as driver:
+            yield driver

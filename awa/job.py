@@ -11,7 +11,7 @@ from awa import _core
 from awa.errors import ValidationError
 
 if TYPE_CHECKING:
-    from psycopg import Connection, Cursor
+    from awa.lent import Lent
 
 JobId = NewType("JobId", int)
 """The job, the same through all its attempts."""
@@ -171,7 +171,7 @@ class OpenAttempt(Protocol):
 class Controls(Protocol):
     """What a job can do to its attempt; the worker is one."""
 
-    def complete(self, attempt: Any, conn: Connection[Any] | Cursor[Any]) -> None:
+    def complete(self, attempt: Any, conn: Lent) -> None:
         """See :meth:`Job.complete`."""
 
 
@@ -243,9 +243,10 @@ class Job(Generic[A]):
         """Whether the attempt need not go on: somebody asked to cancel it, it was taken over, or its time is up."""
         return self._attempt.is_cancelled
 
-    def complete(self, conn: Connection[Any] | Cursor[Any]) -> None:
+    def complete(self, conn: Lent) -> None:
         """Complete this attempt inside the transaction of *conn*, so that both commit or neither does.
 
+        *conn* is what ``conn=`` of an insert takes: a driver's connection, a SQLAlchemy Session, Django's connection.
         The transaction must have begun in this handler. What the handler returns or raises after the commit is only
         logged; when the transaction is rolled back, it counts.
 

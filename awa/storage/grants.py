@@ -13,11 +13,12 @@ from typing import Any, Literal
 
 import orjson
 import psycopg
-from psycopg import Connection, Cursor
+from psycopg import AsyncConnection, Connection, Cursor
 from psycopg.rows import tuple_row
 
 from awa.config import mask
 from awa.errors import ConfigError, PermissionDenied
+from awa.lent import Driver
 from awa.storage.schema import Schema
 
 Part = Literal["worker", "producer", "reader"]
@@ -242,7 +243,9 @@ def check_worker(conn: Connection[Any], schema: Schema) -> None:
 _DENIED = re.compile(r"permission denied for (\w+) (.+)")
 
 
-def denied(conn: Connection[Any], schema: Schema, part: Part | None, error: psycopg.Error) -> PermissionDenied:
+def denied(
+    conn: Driver | AsyncConnection[Any], schema: Schema, part: Part | None, error: psycopg.Error
+) -> PermissionDenied:
     """What *error*, which says that a right is missing, means to who needs the rights of *part*; None: of the owner.
 
     Sends nothing: the transaction may be broken.

@@ -5,7 +5,8 @@ Claiming and settling, which share one round trip, are in ``line``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -13,13 +14,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 import psycopg
-from psycopg import Connection, Cursor
-from psycopg.pq import TransactionStatus
-from psycopg.rows import class_row, tuple_row
+from psycopg import AsyncConnection, Connection, Cursor
+from psycopg.rows import class_row
 
 from awa._core import int2_array, text_array
 from awa.errors import AwaError, JobNotFound, SchemaNotMigrated, StaleAttempt
 from awa.job import JobId, JobState
+from awa.lent import Driver
+from awa.storage import drivers
+from awa.storage.drivers import Array, Int2s, OwnCursor, sqlstate
 from awa.storage.rows import read_anything
 from awa.storage.schema import Schema
 
@@ -116,9 +119,12 @@ INSERT_ANY = """
     SELECT i.id, (SELECT {ring} FROM bells b) FROM input i ORDER BY i.n
 """
 
-COPY = "COPY awa.jobs (queue, lane, priority, kind, args, max_attempts, timeout_ms, tags, metadata) FROM STDIN"
+COPY = """
+    COPY awa.jobs (queue, lane, priority, kind, args, max_attempts, timeout_ms, tags, metadata)
+    FROM STDIN WITH (ENCODING 'UTF8')
+"""
 
-RING = "SELECT awa.ring(%(queues)s)"
+RING = "SELECT awa.ring(%(queues)s::text[])"
 
 
 @lru_cache(maxsize=64)
@@ -132,21 +138,20 @@ def _statement(schema: Schema, text: str, notify: bool) -> str:
     return schema.sql(text.replace("{channel}", schema.channel))
 
 
-def _cursor(conn: Connection[Any]) -> Cursor[tuple[Any, ...]]:
-    # Our own class and row factory, whatever the connection was given.
-    return Cursor(conn, row_factory=tuple_row)
-
-
 REFUSED = (
     *(psycopg.errors.UndefinedTable, psycopg.errors.UndefinedFunction, psycopg.errors.InvalidSchemaName),
     psycopg.errors.InsufficientPrivilege,
 )
 """What the server says when the schema is not there, or not for this role; see :func:`refusal`."""
 
+_REFUSED = {error.sqlstate for error in REFUSED}
+_DENIED = psycopg.errors.InsufficientPrivilege.sqlstate
+_STANDS = psycopg.errors.UniqueViolation.sqlstate
 
-def refusal(conn: Connection[Any], schema: Schema, part: Part, error: psycopg.Error) -> AwaError:
-    """What one of ``REFUSED`` means to who needs the rights of *part*."""
-    if isinstance(error, psycopg.errors.InsufficientPrivilege):
+
+def refusal(conn: Driver | AsyncConnection[Any], schema: Schema, part: Part, error: Any) -> AwaError:
+    """What one of ``REFUSED``, or psycopg2's of the same code, means to who needs the rights of *part*."""
+    if sqlstate(error) == _DENIED:
         from awa.storage.grants import denied  # as below
 
         return denied(conn, schema, part, error)
@@ -159,7 +164,7 @@ def refusal(conn: Connection[Any], schema: Schema, part: Part, error: psycopg.Er
     )
 
 
-def insert_job(conn: Connection[Any], schema: Schema, row: JobRow, *, notify: bool) -> JobId:
+def insert_job(conn: Driver, schema: Schema, row: JobRow, *, notify: bool) -> JobId:
     """Write one job in the transaction of *conn*.
 
     Args:
@@ -167,18 +172,23 @@ def insert_job(conn: Connection[Any], schema: Schema, row: JobRow, *, notify: bo
     """
     if not row.is_plain:
         return insert_jobs(conn, schema, [row], notify=notify)[0]
+    queue, kind, args, priority, max_attempts, *_ = row
+    # as text: the server knows the columns' types, and psycopg has one type to look up
+    values = queue, str(2 * priority + 1), str(priority), kind, args.decode(), str(max_attempts)
+    if not isinstance(conn, Connection):
+        return _ids(_rows(conn, schema, _statement(schema, INSERT_ONE, notify), values))[0]
     # Kept with the connection for the next insert: a new cursor, which knows no types yet, costs a tenth of an insert.
     # Taken out meanwhile, so that two threads on one connection do not read each other's results.
     kept: _Kept | None = conn.__dict__.pop(_KEPT, None)
     if kept is None or kept[0] is not schema or kept[1] is not notify:
-        kept = schema, notify, _statement(schema, INSERT_ONE, notify), _cursor(conn)
+        kept = schema, notify, _statement(schema, INSERT_ONE, notify), OwnCursor(conn)
     _, _, statement, cursor = kept
-    queue, kind, args, priority, max_attempts, *_ = row
     try:
-        # as text: the server knows the columns' types, and psycopg has one type to look up
-        cursor.execute(statement, (queue, str(2 * priority + 1), str(priority), kind, args.decode(), str(max_attempts)))
+        cursor.execute(statement, values)
     except REFUSED as error:
         raise refusal(conn, schema, "producer", error) from error
+    except UnicodeEncodeError:  # not a letter of its client encoding; nothing was sent
+        return insert_jobs(conn, schema, [row], notify=notify)[0]
     found = cursor.fetchone()
     assert found is not None
     conn.__dict__[_KEPT] = kept
@@ -187,39 +197,33 @@ def insert_job(conn: Connection[Any], schema: Schema, row: JobRow, *, notify: bo
 
 _KEPT = "_awa_insert"
 
-_Kept = tuple[Schema, bool, str, Cursor[tuple[Any, ...]]]
+_Kept = tuple[Schema, bool, str, OwnCursor]
 
 
-class _Array(bytes):
-    """A PostgreSQL array in binary form; see awa._core."""
-
-
-class _Int2s(_Array):
-    pass
-
-
-class _ArrayDumper(psycopg.adapt.Dumper):
-    format = psycopg.pq.Format.BINARY
-    oid = psycopg.postgres.types["text"].array_oid
-
-    def dump(self, obj: Any) -> bytes:
-        return bytes(obj)
-
-
-class _Int2sDumper(_ArrayDumper):
-    oid = psycopg.postgres.types["int2"].array_oid
-
-
-def insert_jobs(conn: Connection[Any], schema: Schema, rows: Sequence[JobRow], *, notify: bool) -> list[JobId]:
+def insert_jobs(conn: Driver, schema: Schema, rows: Sequence[JobRow], *, notify: bool) -> list[JobId]:
     """Write many jobs in one statement, in the transaction of *conn*; their ids come in the order of *rows*."""
     if not rows:
         return []
+    return _ids(_rows(conn, schema, *_batch(schema, rows, notify)))
+
+
+async def insert_jobs_async(
+    conn: AsyncConnection[Any], schema: Schema, rows: Sequence[JobRow], *, notify: bool
+) -> list[JobId]:
+    """As :func:`insert_jobs`."""
+    if not rows:
+        return []
+    return _ids(await _rows_async(conn, schema, *_batch(schema, rows, notify)))
+
+
+def _batch(schema: Schema, rows: Sequence[JobRow], notify: bool) -> tuple[str, dict[str, Any]]:
+    """The statement that writes *rows*, and its parameters."""
     params: dict[str, Any] = {
-        "queues": _Array(text_array([row.queue for row in rows])),
-        "priorities": _Int2s(int2_array([row.priority for row in rows])),
-        "kinds": _Array(text_array([row.kind for row in rows])),
-        "args": _Array(text_array([row.args for row in rows])),
-        "max_attempts": _Int2s(int2_array([row.max_attempts for row in rows])),
+        "queues": Array(text_array([row.queue for row in rows])),
+        "priorities": Int2s(int2_array([row.priority for row in rows])),
+        "kinds": Array(text_array([row.kind for row in rows])),
+        "args": Array(text_array([row.args for row in rows])),
+        "max_attempts": Int2s(int2_array([row.max_attempts for row in rows])),
     }
     if all(row.is_plain for row in rows):
         text = INSERT_PLAIN
@@ -228,54 +232,90 @@ def insert_jobs(conn: Connection[Any], schema: Schema, rows: Sequence[JobRow], *
         text = INSERT_ANY
         params |= {
             "timeouts": [row.timeout_ms for row in rows],
-            "tags": _Array(text_array([None if row.tags is None else orjson.dumps(row.tags) for row in rows])),
-            "metadata": _Array(text_array([row.metadata for row in rows])),
-            "run_ats": _Array(text_array([None if row.run_at is None else row.run_at.isoformat() for row in rows])),
+            "tags": Array(text_array([None if row.tags is None else orjson.dumps(row.tags) for row in rows])),
+            "metadata": Array(text_array([row.metadata for row in rows])),
+            "run_ats": Array(text_array([None if row.run_at is None else row.run_at.isoformat() for row in rows])),
             "delays": [row.delay for row in rows],
         }
-    return [JobId(int(found[0])) for found in _rows(conn, schema, _statement(schema, text, notify), params)]
+    return _statement(schema, text, notify), params
 
 
-def _rows(conn: Connection[Any], schema: Schema, statement: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """What a producer's *statement* gives, sent in the transaction of *conn*."""
-    with _cursor(conn) as cursor:
-        cursor.adapters.register_dumper(_Array, _ArrayDumper)
-        cursor.adapters.register_dumper(_Int2s, _Int2sDumper)
-        try:
-            cursor.execute(statement, params)
-        except REFUSED as error:
+def _ids(found: list[tuple[Any, ...]]) -> list[JobId]:
+    return [JobId(int(row[0])) for row in found]
+
+
+def _rows(conn: Driver, schema: Schema, statement: str, params: drivers.Params) -> list[tuple[Any, ...]]:
+    """What a producer's *statement* gives, sent in the transaction of *conn*.
+
+    Each parameter has a cast in the statement: not every driver tells the server of types.
+    """
+    with _explaining(conn, schema):
+        return drivers.rows(conn, statement, params)
+
+
+async def _rows_async(
+    conn: AsyncConnection[Any], schema: Schema, statement: str, params: drivers.Params
+) -> list[tuple[Any, ...]]:
+    with _explaining(conn, schema):
+        return await drivers.rows_async(conn, statement, params)
+
+
+@contextmanager
+def _explaining(conn: Driver | AsyncConnection[Any], schema: Schema) -> Iterator[None]:
+    """Have what the server refuses to a producer raise what it means."""
+    try:
+        yield
+    except Exception as error:
+        if sqlstate(error) in _REFUSED:
             raise refusal(conn, schema, "producer", error) from error
-        return cursor.fetchall()
+        raise
 
 
-def copy_jobs(conn: Connection[Any], schema: Schema, rows: Iterable[JobRow], *, notify: bool) -> int:
+def copy_jobs(conn: Driver, schema: Schema, rows: Iterable[JobRow], *, notify: bool) -> int:
     """Write jobs that are available at once by COPY, in the transaction of *conn*; returns how many.
 
-    All or nothing, on a connection in autocommit mode too.
+    All or nothing, on a connection in autocommit mode too; a job that is refused half-way leaves the caller's
+    transaction usable.
     """
-    count = 0
-    queues: set[str] = set()
-    with _cursor(conn) as cursor:
-        if conn.info.transaction_status == TransactionStatus.IDLE and not conn.autocommit:
-            cursor.execute("SELECT 1")  # begins the caller's transaction, which the block below must not commit
-        try:
-            # a savepoint: a job that is refused half-way leaves the caller's transaction usable
-            with conn.transaction(), cursor.copy(schema.sql(COPY)) as copy:
-                lines: list[bytes] = []
-                for row in rows:
-                    lines.append(_copy_line(row))
-                    queues.add(row.queue)
-                    if len(lines) == 500:
-                        copy.write(b"".join(lines))
-                        count += 500
-                        lines.clear()
-                copy.write(b"".join(lines))
-                count += len(lines)
-        except REFUSED as error:
-            raise refusal(conn, schema, "producer", error) from error
-        if notify and queues:
-            cursor.execute(schema.sql(RING), {"queues": sorted(queues)})
-    return count
+    lines = _Lines(rows)
+    with _explaining(conn, schema):
+        drivers.copy(conn, schema.sql(COPY), iter(lines))
+        if notify and lines.queues:
+            drivers.rows(conn, schema.sql(RING), {"queues": sorted(lines.queues)})
+    return lines.count
+
+
+async def copy_jobs_async(conn: AsyncConnection[Any], schema: Schema, rows: Iterable[JobRow], *, notify: bool) -> int:
+    """As :func:`copy_jobs`."""
+    lines = _Lines(rows)
+    with _explaining(conn, schema):
+        await drivers.copy_async(conn, schema.sql(COPY), iter(lines))
+        if notify and lines.queues:
+            await drivers.rows_async(conn, schema.sql(RING), {"queues": sorted(lines.queues)})
+    return lines.count
+
+
+class _Lines:
+    """Jobs as chunks of lines for COPY."""
+
+    def __init__(self, rows: Iterable[JobRow]) -> None:
+        self._rows = rows
+        self.count = 0
+        """Lines so far."""
+        self.queues: set[str] = set()
+        """Where their jobs wait."""
+
+    def __iter__(self) -> Iterator[bytes]:
+        lines: list[bytes] = []
+        for row in self._rows:
+            lines.append(_copy_line(row))
+            self.queues.add(row.queue)
+            if len(lines) == 500:
+                self.count += 500
+                yield b"".join(lines)
+                lines.clear()
+        self.count += len(lines)
+        yield b"".join(lines)
 
 
 def _copy_line(row: JobRow) -> bytes:
@@ -305,7 +345,7 @@ COMPLETE = "SELECT awa.complete_v1(%s::bigint, %s::bigint, %s::smallint, %s::int
 
 
 def complete(
-    conn: Connection[Any],
+    conn: Driver,
     schema: Schema,
     *,
     runtime: int,
@@ -323,20 +363,18 @@ def complete(
         StaleAttempt: The attempt ended before; the transaction cannot commit any more.
     """
     try:
-        with _cursor(conn) as cursor:
-            cursor.execute(schema.sql(COMPLETE), (runtime, claim_id, slot, nonce, idx, elapsed_ms))
-    except psycopg.Error as error:
-        stands = isinstance(error, psycopg.errors.UniqueViolation) and (error.diag.table_name or "").startswith(
-            "attempt_ends"
-        )
-        if stands or error.sqlstate == "AWA04":
+        drivers.rows(conn, schema.sql(COMPLETE), (runtime, claim_id, slot, nonce, idx, elapsed_ms))
+    except Exception as error:
+        state = sqlstate(error)
+        table = error.diag.table_name or "" if state == _STANDS else ""  # type: ignore[attr-defined]
+        if table.startswith("attempt_ends") or state == "AWA04":
             raise StaleAttempt(
                 f"the attempt of job {job_id} has ended already: it was rescued or cancelled, or it is completed; "
                 "roll the transaction back",
                 job_id=job_id,
                 entry_id=entry_id,
             ) from error
-        if isinstance(error, psycopg.errors.InsufficientPrivilege):
+        if state == _DENIED:
             raise refusal(conn, schema, "worker", error) from error
         raise
 

@@ -132,6 +132,12 @@ class Book:
                 added.append(entry.id)
             return added
 
+    def remove(self, job_ids: Iterable[int]) -> None:
+        """Forget jobs whose transaction was rolled back."""
+        with self._lock:
+            for job_id in job_ids:
+                self._entries.pop(job_id, None)
+
     def promote(self) -> int:
         """Make available what is due; returns how many."""
         with self._lock:

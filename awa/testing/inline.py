@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn
@@ -13,10 +13,13 @@ from psycopg import Connection, Cursor
 from awa._core import Attempt, Outcomes
 from awa.client import Client
 from awa.errors import AwaError, ConfigError, StaleAttempt
-from awa.insert import Lent, Producer, _several, lent, prepare
+from awa.insert import Producer, _several, prepare
 from awa.job import JobId
+from awa.lent import Lent
+from awa.storage.lent import lent
 from awa.storage.schema import Schema
 from awa.testing.book import Book
+from awa.testing.commits import on_end, session_of
 from awa.testing.here import Ending, passes_on, run_here
 from awa.worker.attempt import Attempts
 from awa.worker.supervisor import make_handlers
@@ -28,7 +31,7 @@ _BOOK = "_awa_book"
 
 
 @contextmanager
-def inline(client: Client, *, run: bool = True, raises: bool = True) -> Iterator[Book]:
+def inline(client: Client, *, run: bool = True, raises: bool = True, after_commit: bool = False) -> Iterator[Book]:
     """Have the jobs of *client* run where they are inserted, without a database, while the block lasts.
 
     An insert validates as ever, turns the args into the text that would be stored, and runs the job from that text, in
@@ -47,6 +50,8 @@ def inline(client: Client, *, run: bool = True, raises: bool = True) -> Iterator
         raises: Whether what a handler raises leaves the insert of the test, after it is booked as the attempt's
             failure. Not so TerminalError, which is something that a handler says to the queue. What fails in a job
             that a handler inserted is raised there too, not within that handler.
+        after_commit: Whether what is inserted with a Session of SQLAlchemy runs when that has committed, and is
+            forgotten when it is rolled back, savepoints included.
 
     Yields:
         The book, whose ``jobs`` are what was inserted.
@@ -55,7 +60,7 @@ def inline(client: Client, *, run: bool = True, raises: bool = True) -> Iterator
         AwaError: Handlers insert within each other more than 30 deep.
     """
     book = Book()
-    desk = _Desk(client, book, raises=raises, run=run)
+    desk = _Desk(client, book, raises=raises, run=run, after_commit=after_commit)
     producer = client._producer
     mine = {one.name: getattr(producer, one.name) for one in fields(producer)}
     shadows: dict[str, Any] = {
@@ -117,12 +122,20 @@ class _Level(threading.local):
 class _Desk:
     """Runs the jobs of a book as they are inserted."""
 
-    def __init__(self, client: Client, book: Book, *, raises: bool, run: bool) -> None:
+    def __init__(self, client: Client, book: Book, *, raises: bool, run: bool, after_commit: bool) -> None:
         self._client = client
         self.book = book
         self._raises = raises
         self._runs = run
+        self._waits = after_commit
         self._level = _Level()
+
+    def inserted(self, job_ids: Sequence[JobId], conn: Lent | None) -> None:
+        """Run jobs that were inserted with *conn*, now or when it has committed."""
+        if conn is not None and self._waits and (session := session_of(conn)) is not None:
+            on_end(session, lambda: self.run(job_ids), lambda: self.book.remove(job_ids))
+        else:
+            self.run(job_ids)
 
     def run(self, job_ids: Iterable[JobId]) -> None:
         """Run an attempt of each of the jobs that are available and have a handler."""
@@ -138,7 +151,7 @@ class _Desk:
             )
             level.raised.insert(0, error)
             raise error
-        handlers = make_handlers(self._client.registry)
+        handlers = make_handlers(self._client.registry, self._client._wrap)
         if level.depth == 0:
             level.raised = []  # of a run that was interrupted
         level.depth += 1
@@ -177,20 +190,20 @@ class _Inline(Producer):
         row = prepare(item, self.registry, self.defaults)
         self._check(conn)
         ids = self.desk.book.add([row])
-        self.desk.run(ids)
+        self.desk.inserted(ids, conn)
         return ids[0]
 
     def insert_many(self, items: Iterable[object], conn: Lent | None) -> list[JobId]:
         rows = [self._at(position, item) for position, item in enumerate(_several(items))]
         self._check(conn)
         ids = self.desk.book.add(rows)
-        self.desk.run(ids)
+        self.desk.inserted(ids, conn)
         return ids
 
     def insert_many_copy(self, items: Iterable[object], conn: Lent | None) -> int:
         rows = list(self._stream(items))
         self._check(conn)
-        self.desk.run(self.desk.book.add(rows))
+        self.desk.inserted(self.desk.book.add(rows), conn)
         return len(rows)
 
     @staticmethod

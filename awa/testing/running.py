@@ -196,9 +196,9 @@ def _desk(client: Client, kind: str | Task[..., Any] | None) -> Iterator[_Desk |
         kinds = [task.kind, *task.aliases] if isinstance(kind, Task) else [kind]
         if client.registry.find(task.kind) is not task:
             raise UnknownKind(f"the task {task!r} belongs to another client", kind=task.kind)
-        handlers = {name: one for name, one in make_handlers(client.registry).items() if name in kinds}
+        handlers = {name: one for name, one in make_handlers(client.registry, client._wrap).items() if name in kinds}
     elif client.registry.kinds:
-        handlers = make_handlers(client.registry)
+        handlers = make_handlers(client.registry, client._wrap)
     book = book_of(client)
     if not handlers:
         yield None

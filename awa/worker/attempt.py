@@ -6,16 +6,15 @@ import logging
 import time
 from typing import Any
 
-from psycopg import Connection, Cursor
-
 from awa._core import Attempt, Outcomes
 from awa.errors import StaleAttempt
 from awa.failure import Failure, describe, told
-from awa.insert import lent
 from awa.job import Cancel, Job, Outcome, RetryAfter, Snooze
+from awa.lent import Lent
 from awa.registry import TaskOptions
 from awa.retry import delay_after, verdict
 from awa.storage import jobs
+from awa.storage.lent import lent
 from awa.storage.schema import Schema
 
 log = logging.getLogger("awa.job")
@@ -36,7 +35,7 @@ class Attempts:
         """What the handler gets."""
         return Job(attempt, args, self)
 
-    def complete(self, attempt: Attempt, conn: Connection[Any] | Cursor[Any]) -> None:
+    def complete(self, attempt: Attempt, conn: Lent) -> None:
         """Complete *attempt* in the transaction of *conn*; see :meth:`awa.Job.complete`."""
         # Once it has begun, the database is asked what happened, whatever this call returns.
         if not attempt.begin_complete():
@@ -48,18 +47,19 @@ class Attempts:
                 entry_id=attempt.entry_id,
             )
         batch = attempt.batch
-        jobs.complete(
-            lent(conn),
-            self._schema,
-            runtime=batch.runtime,
-            claim_id=batch.claim_id,
-            slot=batch.slot,
-            nonce=batch.nonce,
-            idx=attempt.idx,
-            elapsed_ms=int((time.monotonic() - attempt.started) * 1000),
-            job_id=attempt.id,
-            entry_id=attempt.entry_id,
-        )
+        with lent(conn) as driver:
+            jobs.complete(
+                driver,
+                self._schema,
+                runtime=batch.runtime,
+                claim_id=batch.claim_id,
+                slot=batch.slot,
+                nonce=batch.nonce,
+                idx=attempt.idx,
+                elapsed_ms=int((time.monotonic() - attempt.started) * 1000),
+                job_id=attempt.id,
+                entry_id=attempt.entry_id,
+            )
 
     def conclude(self, attempt: Attempt, result: object, error: BaseException | None, elapsed_ms: int) -> None:
         """Note everything but a plain success."""

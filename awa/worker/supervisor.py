@@ -56,6 +56,9 @@ log = logging.getLogger("awa.worker")
 
 Hook = Callable[[], object]
 
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Handler or hook -> what is called in its place."""
+
 LEAVE_TIMEOUT = 2.0
 """Seconds to wait for a claim of this runtime that is still under way when everything else has ended."""
 
@@ -63,8 +66,11 @@ FLUSH_OUT_OF_TURN = 0.02
 """Seconds that an outcome may wait while other jobs wait for a thread; with nothing to do it is recorded sooner."""
 
 
-def make_handlers(registry: Registry) -> dict[str, Handler]:
+def make_handlers(registry: Registry, wrap: Wrap = lambda function: function) -> dict[str, Handler]:
     """One handler per kind, aliases included.
+
+    Args:
+        wrap: Applied to each function once, here and not for every job.
 
     Raises:
         ConfigError: There is no task.
@@ -72,7 +78,7 @@ def make_handlers(registry: Registry) -> dict[str, Handler]:
     handlers = {}
     for kind in registry.kinds:
         task = registry.get(kind)
-        handlers[kind] = Handler(kind, task.func, task.codec.load, is_typed=task.is_typed, options=task.options)
+        handlers[kind] = Handler(kind, wrap(task.func), task.codec.load, is_typed=task.is_typed, options=task.options)
     if not handlers:
         raise ConfigError("no task is declared: decorate a function with @client.task() in the module that is loaded")
     return handlers
@@ -83,6 +89,7 @@ class Worker:
 
     Args:
         find_conninfo: Gives the database, when the worker starts.
+        wrap: Gives what is called for a handler or a hook.
     """
 
     def __init__(
@@ -94,7 +101,9 @@ class Worker:
         version: str,
         on_start: Sequence[Hook] = (),
         on_stop: Sequence[Hook] = (),
+        wrap: Wrap = lambda function: function,
     ) -> None:
+        self._wrap = wrap
         self._registry = registry
         self._settings = settings
         self._find_conninfo = find_conninfo
@@ -168,7 +177,7 @@ class Worker:
         if self._is_started:
             raise ConfigError("this worker was started before: make a new one")
         self._pid = os.getpid()
-        handlers = make_handlers(self._registry)
+        handlers = make_handlers(self._registry, self._wrap)
         if self._settings.health_addr:
             from awa.worker.health import HealthServer  # http.server costs as much as all the rest
 
@@ -190,7 +199,7 @@ class Worker:
             if settings.listen_url:
                 check_same_server(connection, settings.listen_url)
         for hook in self._on_start:  # before anything exists that would have to be undone
-            hook()
+            self._wrap(hook)()
         self._identity = Identity(self._conninfo, self._schema, settings, self._version, handlers)
         self._identity.register()
         self._build(handlers)
@@ -370,7 +379,7 @@ class Worker:
             self._leave()
         for hook in self._on_stop:
             try:
-                hook()
+                self._wrap(hook)()
             except Exception:
                 log.exception("a stop hook failed")
         self._claimer.close()
