@@ -12,11 +12,12 @@ from awa import options
 from awa.args import Codec, FunctionCodec, codec_for
 from awa.client import Client
 from awa.errors import AwaError, ConfigError
-from awa.insert import Lent, lent
 from awa.job import JobState, as_seconds
+from awa.lent import Lent
 from awa.registry import BoundArgs, Task
 from awa.storage import trial
 from awa.storage.jobs import JobInfo
+from awa.storage.lent import lent
 from awa.storage.schema import Schema
 from awa.testing.book import Book
 from awa.testing.inline import book_of
@@ -137,7 +138,8 @@ def list_jobs(where: Where, *, schema: str | None = None) -> list[JobInfo]:
             return trial.list_jobs(conn, where._schema, limit=MOST_READ)
     if isinstance(where, Book):
         return where.jobs
-    return trial.list_jobs(lent(where), Schema(schema or "awa"), limit=MOST_READ)
+    with lent(where) as conn:
+        return trial.list_jobs(conn, Schema(schema or "awa"), limit=MOST_READ)
 
 
 def shown(jobs: Sequence[JobInfo]) -> str:
