@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import urllib.request
@@ -424,7 +423,7 @@ def test_an_eager_app_validates_as_ever_and_needs_no_database(monkeypatch: pytes
     web = app.test_client()
     assert web.post("/ada").text == "ok"
     assert seen == [("ada", "shop", False, 1, {})]
-    with pytest.raises(awa.ValidationError, match="args.name must be a str"):
+    with pytest.raises(awa.ValidationError, match=r"args\.name must be a str"):
         web.post("/nobody")
     with app.app_context(), pytest.raises(awa.ConfigError, match="a worker needs a database"):
         queue.worker()
