@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
+from datetime import UTC, datetime
 from typing import Any
 
 from psycopg import Connection, Cursor
-from psycopg.rows import class_row, scalar_row
+from psycopg.rows import scalar_row
 
+from awa.lent import Driver
+from awa.storage import drivers
 from awa.storage.jobs import REFUSED, JobInfo, refusal
-from awa.storage.rows import read_anything
+from awa.storage.rows import EARLIEST, LATEST, load_json
 from awa.storage.schema import Schema
 
 ADVANCE = """
@@ -52,32 +56,43 @@ def list_queues(conn: Connection[Any], schema: Schema) -> list[str]:
         return [str(name) for name in cursor.execute(schema.sql(LIST_QUEUES))]
 
 
+# As text: a lent connection may be of any driver, with types of its owner's.
 LIST_JOBS = """
-    SELECT f.id, f.queue, f.kind, f.state, f.priority, f.attempt, f.max_attempts, f.args, f.metadata,
-           coalesce(f.tags, '{}') AS tags, f.created_at, f.run_at, f.claimed_at, f.ended_at, f.elapsed_ms, f.runtime,
-           f.hostname, f.pid, f.waits_for, f.error, coalesce(f.history, '[]') AS history
-      FROM (SELECT id FROM awa.jobs WHERE %(kinds)s::text[] IS NULL OR kind = ANY (%(kinds)s::text[])
-             UNION
-            SELECT id FROM awa.waiting_jobs WHERE %(kinds)s::text[] IS NULL OR kind = ANY (%(kinds)s::text[])
-             UNION
-            SELECT id FROM awa.ended_jobs WHERE %(kinds)s::text[] IS NULL OR kind = ANY (%(kinds)s::text[])
-             ORDER BY id DESC LIMIT %(limit)s) j
+    SELECT row_to_json(f)::text
+      FROM (SELECT id FROM awa.jobs UNION SELECT id FROM awa.waiting_jobs UNION SELECT id FROM awa.ended_jobs
+             ORDER BY id DESC LIMIT %(limit)s::integer) j
      CROSS JOIN LATERAL awa.find_job_v2(j.id) f
      ORDER BY j.id
 """
 
+_REFUSED = {error.sqlstate for error in REFUSED}
+_FIELDS = tuple(one.name for one in fields(JobInfo))
 
-def list_jobs(
-    conn: Connection[Any], schema: Schema, *, kinds: Sequence[str] | None = None, limit: int
-) -> list[JobInfo]:
-    """The newest *limit* jobs of *kinds* (None: of all), in whatever state, as the transaction of *conn* sees them.
 
-    In the order of their inserts. It reads whole tables, as a test's are.
+def list_jobs(conn: Driver, schema: Schema, *, limit: int) -> list[JobInfo]:
+    """The newest *limit* jobs, in whatever state, as the transaction of *conn* sees them, oldest first.
+
+    It reads whole tables, as a test's are.
     """
     try:
-        with Cursor(conn, row_factory=class_row(JobInfo)) as cursor:
-            read_anything(cursor)
-            asked = {"kinds": None if kinds is None else list(kinds), "limit": limit}
-            return cursor.execute(schema.sql(LIST_JOBS), asked).fetchall()
-    except REFUSED as error:
-        raise refusal(conn, schema, "reader", error) from error
+        found = drivers.rows(conn, schema.sql(LIST_JOBS), {"limit": limit})
+    except Exception as error:  # of whichever driver
+        if drivers.sqlstate(error) in _REFUSED:
+            raise refusal(conn, schema, "reader", error) from error
+        raise
+    return [_job(text) for (text,) in found]
+
+
+def _job(text: str) -> JobInfo:
+    told = load_json(text)
+    row = {name: told.get(name) for name in _FIELDS}
+    for name in ("created_at", "run_at", "claimed_at", "ended_at"):
+        row[name] = None if row[name] is None else _instant(row[name])
+    return JobInfo(**row | {"tags": row["tags"] or [], "history": row["history"] or []})
+
+
+def _instant(text: str) -> datetime:
+    try:
+        return datetime.fromisoformat(text).astimezone(UTC)
+    except (ValueError, OverflowError):
+        return EARLIEST if text.startswith("-") or text.endswith("BC") else LATEST

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
@@ -10,14 +9,15 @@ from typing import Any
 import orjson
 
 from awa import options
-from awa.args import Codec, codec_for
+from awa.args import Codec, FunctionCodec, codec_for
 from awa.client import Client
 from awa.errors import AwaError, ConfigError
-from awa.insert import Lent, lent
 from awa.job import JobState, as_seconds
+from awa.lent import Lent
 from awa.registry import BoundArgs, Task
 from awa.storage import trial
 from awa.storage.jobs import JobInfo
+from awa.storage.lent import lent
 from awa.storage.schema import Schema
 from awa.testing.book import Book
 from awa.testing.inline import book_of
@@ -138,7 +138,8 @@ def list_jobs(where: Where, *, schema: str | None = None) -> list[JobInfo]:
             return trial.list_jobs(conn, where._schema, limit=MOST_READ)
     if isinstance(where, Book):
         return where.jobs
-    return trial.list_jobs(lent(where), Schema(schema or "awa"), limit=MOST_READ)
+    with lent(where) as conn:
+        return trial.list_jobs(conn, Schema(schema or "awa"), limit=MOST_READ)
 
 
 def shown(jobs: Sequence[JobInfo]) -> str:
@@ -199,6 +200,8 @@ class _Asked:
         """All of the args, as JSON."""
         self._some: dict[str, Any] = {}
         if whole is None and args is not None and not isinstance(args, Mapping):
+            if isinstance(self._codec, FunctionCodec):
+                raise ConfigError(f"args must be a mapping: some of the args by name, got {type(args).__name__}")
             whole = args
         if whole is not None:
             codec = self._codec or codec_for(type(whole))
@@ -258,7 +261,7 @@ class _Asked:
                 except AwaError:
                     return False  # not what a handler could get
             given = loaded.get(name) if isinstance(loaded, dict) else getattr(loaded, str(name), None)
-            if loaded is None or type(given) is not type(value) or given != value:
+            if loaded is None or type(given) is not type(value) or not _same(given, value):
                 return False
         return True
 
@@ -310,9 +313,7 @@ def _check_state(state: JobState | str) -> JobState:
 
 
 def _same(stored: object, value: object) -> bool:
-    """Whether a JSON value is *value*; true is not 1, which Python takes for equal."""
-    if dataclasses.is_dataclass(value):
-        return False
+    """Whether two values are equal, and True is not 1, which Python takes for equal."""
     if isinstance(stored, bool) or isinstance(value, bool):
         return stored is value
     if isinstance(stored, dict) and isinstance(value, Mapping):

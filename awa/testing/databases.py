@@ -20,6 +20,7 @@ import shutil
 import stat
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -67,7 +68,7 @@ def database(*, schema: str = "awa", setup: Setup | None = None) -> Iterator[str
             close the connections that it opens.
 
     Raises:
-        ConfigError: ``AWA_TEST_DATABASE_URL`` is no address, or *schema* no name.
+        ConfigError: ``AWA_TEST_DATABASE_URL`` is no address, *schema* no name, or *setup* leaves a connection open.
         DatabaseNotFound: No server answers there; or there are no PostgreSQL programs to start one.
     """
     server = _server()
@@ -97,6 +98,8 @@ def connected(client: Client, url: str) -> Iterator[Client]:
 
 # --- the server
 
+_USERS = "SELECT count(*) FROM pg_stat_activity WHERE datname = %s AND backend_type = 'client backend'"
+
 
 class _Databases:
     """Makes and drops databases on one server; their names are unlike any other process's."""
@@ -120,19 +123,33 @@ class _Databases:
                         migrate(conn, Schema(schema))
                     if setup is not None:
                         setup(self._url(found))
+                        self._check_unused(found)
                 except BaseException:
                     self._drop(found)
                     raise
                 self._templates[schema, setup] = found
             return found
 
+    def _check_unused(self, name: str) -> None:
+        """A database that somebody uses cannot be cloned; the server would try for five seconds, each time."""
+        until = time.monotonic() + 2.0  # backends end a moment after their connections
+        with psycopg.connect(self._url(None), autocommit=True) as conn:
+            while conn.execute(_USERS, [name]).fetchone() != (0,):
+                if time.monotonic() > until:
+                    raise ConfigError(
+                        "setup has left connections to its database open: close all of them, those of pools too "
+                        "(engine.dispose()), or no test gets a copy"
+                    )
+                time.sleep(0.01)
+
     @contextmanager
     def clone(self, template: str) -> Iterator[str]:
-        name = self._create(template)
+        name, pid = self._create(template), os.getpid()
         try:
             yield self._url(name)
         finally:
-            self._drop(name)
+            if pid == os.getpid():  # a forked child leaves the block too
+                self._drop(name)
 
     def drop_templates(self) -> None:
         with self._lock:
@@ -145,11 +162,6 @@ class _Databases:
         name = f"{self._prefix}_{next(self._numbers)}"
         try:
             self._execute("CREATE DATABASE {name} TEMPLATE {template}", name=name, template=template)
-        except psycopg.errors.ObjectInUse as error:
-            raise AwaError(
-                "the template of the tests' databases is in use: close every connection that setup opens, those of "
-                "pools too (engine.dispose())"
-            ) from error
         except psycopg.errors.InsufficientPrivilege as error:
             raise DatabaseNotFound(f"the role of {VARIABLE} may create no database: ALTER ROLE ... CREATEDB") from error
         return name

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn
 
-from psycopg import Connection, Cursor
-
 from awa._core import Attempt, Outcomes
 from awa.client import Client
 from awa.errors import AwaError, ConfigError, StaleAttempt
@@ -101,7 +99,7 @@ def _no_worker(**_: object) -> NoReturn:
 class InlineAttempts(Attempts):
     """Attempts of which no database knows."""
 
-    def complete(self, attempt: Attempt, conn: Connection[Any] | Cursor[Any], **_: Any) -> None:
+    def complete(self, attempt: Attempt, conn: Lent) -> None:
         """Note that the handler completes its attempt by itself; *conn* is not touched."""
         lent(conn)
         if not attempt.begin_complete():
