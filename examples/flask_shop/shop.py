@@ -1,17 +1,18 @@
 """A shop: an order and its e-mail are committed together, or neither is.
 
-    flask --app shop awa migrate
-    flask --app shop run
-    flask --app shop awa worker
+flask --app shop awa migrate
+flask --app shop run
+flask --app shop awa worker
 """
 
 import os
 from datetime import UTC, datetime
 
-import awa
-from awa.ext.flask import Awa
 from flask import Flask, current_app, request
 from flask_sqlalchemy import SQLAlchemy
+
+import awa
+from awa.ext.flask import Awa
 
 db = SQLAlchemy()
 queue = Awa()

@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 
 import pytest
-from awa.testing import assert_inserted, run_all
 from flask import Flask
 from shop import create_app, db, queue, thank
+
+from awa.testing import assert_inserted, run_all
 
 
 @pytest.fixture

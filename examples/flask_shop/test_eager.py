@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 
 import pytest
-from awa.testing import assert_inserted, assert_not_inserted
 from flask import Flask
 from shop import create_app, db, queue, thank
+
+from awa.testing import assert_inserted, assert_not_inserted
 
 
 @pytest.fixture
