@@ -1,4 +1,4 @@
-"""The Flask shop of examples/: its own tests, and the commands of its README."""
+"""Flask apps as users write them: the shop of examples/ with its tests and commands, and the app of the page."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from awa.embedded import Server
+from tests.acceptance.run_page import read_blocks
 from tests.ext.test_flask import free_port
 from tests.fixtures.db import wait_until
 from tests.fixtures.jobs import WorkerProcesses
@@ -25,15 +26,29 @@ ROOT = Path(__file__).parents[2]
 SHOP = ROOT / "examples" / "flask_shop"
 
 
-def test_its_own_tests(server: Server, tmp_path: Path) -> None:
+def run_tests(directory: Path, server: Server) -> str:
+    """What pytest prints for the tests in *directory*, which pass."""
     is_installed = any(found.value == "pytest_awa" for found in entry_points(group="pytest11"))
-    command = ["-m", "pytest", *([] if is_installed else ["-p", "pytest_awa"]), "-q", "-W", "error", str(SHOP)]
-    command += ["-c", os.devnull, "--rootdir", str(SHOP), "-p", "no:cacheprovider"]
+    command = ["-m", "pytest", *([] if is_installed else ["-p", "pytest_awa"]), "-q", "-W", "error", str(directory)]
+    command += ["-c", os.devnull, "--rootdir", str(directory), "-p", "no:cacheprovider"]
     env = os.environ | {"PYTHONPATH": f"{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
     env |= {"AWA_TEST_DATABASE_URL": server.url("postgres"), "AWA_EMBEDDED": "0"}
-    done = subprocess.run([sys.executable, *command], env=env, cwd=SHOP, capture_output=True, text=True, timeout=90)
+    done = subprocess.run(
+        [sys.executable, *command], env=env, cwd=directory, capture_output=True, text=True, timeout=90
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^4 passed", done.stdout, re.MULTILINE)
+    return done.stdout
+
+
+def test_the_shops_own_tests(server: Server) -> None:
+    assert re.search(r"^4 passed", run_tests(SHOP, server), re.MULTILINE)
+
+
+def test_the_app_of_the_page_and_its_test(server: Server, tmp_path: Path) -> None:
+    for block in read_blocks(ROOT / "docs" / "flask.md"):
+        if block.file_name:
+            (tmp_path / block.file_name).write_text(block.text, encoding="utf-8")
+    assert re.search(r"^1 passed", run_tests(tmp_path, server), re.MULTILINE)
 
 
 @pytest.fixture
