@@ -10,7 +10,7 @@ from flask import Flask, current_app
 from flask.cli import AppGroup, with_appcontext
 from flask.logging import default_handler
 
-from awa.cli import DiscreetCommand, reporting
+from awa.cli import DiscreetCommand, report
 from awa.cli.worker import run_worker, typed, worker_options
 from awa.client import Client
 from awa.config import load_settings, mask
@@ -34,9 +34,13 @@ class _Group(AppGroup):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return reporting(super().invoke)(ctx)
+            return super().invoke(ctx)
         except click.UsageError as error:
             raise click.UsageError(mask(error.format_message()), error.ctx) from None
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as error:
+            raise click.exceptions.Exit(report(error, "flask awa")) from error
 
 
 def _app() -> Flask:

@@ -15,6 +15,7 @@ import atexit
 import fcntl
 import itertools
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -196,7 +197,7 @@ def _server() -> _Databases:
             address = find_database(named, {})
             assert address is not None
             base = address.conninfo
-            databases = _Databases(lambda name: base if name is None else make_conninfo(base, dbname=name))
+            databases = _Databases(lambda name: base if name is None else _with_name(base, name))
         else:
             if _private is None or _private.pid != os.getpid():
                 _private = _Private()
@@ -204,6 +205,13 @@ def _server() -> _Databases:
             databases = _Databases(lambda name: own.url("postgres" if name is None else name))
         _found = os.getpid(), named, databases
         return databases
+
+
+def _with_name(address: str, name: str) -> str:
+    """The address of another database of the same server, as a URL if that is one: other libraries read only those."""
+    if "://" in address and "dbname=" not in address:
+        return re.sub(r"\A(\w+://[^/?]*)[^?]*", rf"\1/{name}", address)
+    return make_conninfo(address, dbname=name)
 
 
 def stop_server() -> None:

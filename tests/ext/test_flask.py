@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import re
 import signal
-import subprocess
+import socket
 import sys
 import threading
+import urllib.request
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,9 +25,9 @@ from sqlalchemy.engine import make_url
 import awa
 from awa.client import Client
 from awa.ext.flask import Awa, in_context, read_config
-from awa.testing import assert_inserted, list_jobs
+from awa.testing import assert_inserted, list_jobs, run_all
 from tests.fixtures.db import wait_until
-from tests.fixtures.jobs import WorkerProcesses, count, ended
+from tests.fixtures.jobs import StartWorker, WorkerProcesses, count, ended
 
 Conn = psycopg.Connection[Any]
 
@@ -41,7 +43,7 @@ def make_app(queue: Awa, name: str = "shop", **config: object) -> Flask:
 
 
 def test_apps_share_the_tasks_and_have_a_client_each(database: str, empty_database: str) -> None:
-    """Guard: the client is found by way of current_app. With one client for all, both would insert into one database."""
+    """Guard: the client is found by way of current_app. One client for all would insert into one database."""
     queue = Awa()
     one = make_app(queue, "one", AWA_DATABASE_URL=database, AWA_QUEUE="first")
     two = make_app(queue, "two", AWA_DATABASE_URL=empty_database)
@@ -111,7 +113,7 @@ def _link(path: Path) -> str:
 
 
 def test_twenty_apps_leave_nothing(database: str, conn: Conn, recwarn: pytest.WarningsRecorder) -> None:
-    """Guard: the finalizer that closes an app's client. Without it the connections would be lost with a ResourceWarning."""
+    """Guard: the finalizer that closes an app's client. Without it connections would be lost with a ResourceWarning."""
     queue = Awa()
 
     @queue.task()
@@ -151,16 +153,16 @@ def test_nothing_starts_before_it_is_used() -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"AWA_THREAD": 3}, "app.config has 'AWA_THREAD', which awa does not know: the nearest that it knows is 'AWA_THREADS'"),
+        ({"AWA_THREAD": 3}, "has 'AWA_THREAD', which awa does not know: the nearest that it knows is 'AWA_THREADS'"),
         ({"AWA_DATABASE": "x"}, "has 'AWA_DATABASE'.*'AWA_DATABASE_URL'"),
         ({"AWA_THREADS": 0}, r"threads is 0 \(from app.config\['AWA_THREADS'\]\): give a whole number"),
         ({"AWA_QUEUES": "a,a"}, r"queues is 'a,a' \(from app.config\['AWA_QUEUES'\]\): give each queue once"),
         ({"AWA_HEARTBEAT": 20}, r"heartbeat is 20 s \(from app.config\['AWA_HEARTBEAT'\]\)"),
         ({"AWA_PRIORITY": 9}, r"app.config\['AWA_PRIORITY'\]: priority .* 9"),
         ({"AWA_POOL_SIZE": "many"}, r"app.config\['AWA_POOL_SIZE'\]: pool_size .*'many'"),
-        ({"AWA_DATABASE_URL": "mysql://u:secret@h/x"}, r"the database from app.config\['AWA_DATABASE_URL'\] is no PostgreSQL"),
+        ({"AWA_DATABASE_URL": "mysql://u:secret@h/x"}, r"from app.config\['AWA_DATABASE_URL'\] is no PostgreSQL"),
         ({"AWA_DATABASE_URL": 7}, r"app.config\['AWA_DATABASE_URL'\] must be a connection string or URL, got a int"),
-        ({"SQLALCHEMY_DATABASE_URI": "postgresql+psycopg2://u:secret@h/x?async_fallback=1"}, "or set AWA_DATABASE_URL"),
+        ({"SQLALCHEMY_DATABASE_URI": "postgresql+psycopg2://u:secret@h/x?odd=1"}, "or set AWA_DATABASE_URL"),
     ],
 )  # fmt: skip
 def test_config_that_cannot_work_is_refused_by_init_app(config: dict[str, object], said: str) -> None:
@@ -250,8 +252,8 @@ def test_a_call_has_a_context_of_its_own_and_its_outcome_stands() -> None:
 
 
 def test_a_deadline_at_any_point_leaves_no_teardown_out() -> None:
-    """Guard: the second teardown. The deadline's exception may hit in the middle of the first, and the session, with its
-    connection, would stay behind for whichever later context is given the same address."""
+    """Guard: the second teardown. The deadline's exception may hit in the middle of the first, and the session, with
+    its connection, would stay behind for whichever later context is given the same address."""
     app, done = Flask("shop"), list[str]()
 
     @app.teardown_appcontext
@@ -371,7 +373,7 @@ def test_eager_jobs_run_when_their_session_has_committed(eager: Shop) -> None:
 
 
 def test_eager_jobs_know_savepoints(eager: Shop) -> None:
-    """Guard: what waits goes over to the transaction around a savepoint, and is dropped with one that is rolled back."""
+    """Guard: what waits goes over to the transaction around a savepoint, and goes with one that is rolled back."""
     db, log = eager.db, eager.log
     with db.session.begin_nested():
         eager.add("Ada")
@@ -421,7 +423,7 @@ def test_an_eager_app_validates_as_ever_and_needs_no_database(monkeypatch: pytes
     web = app.test_client()
     assert web.post("/ada").text == "ok"
     assert seen == [("ada", "shop", False, 1, {})]
-    with pytest.raises(awa.ValidationError, match="args.name must be a str"):
+    with pytest.raises(awa.ValidationError, match=r"args\.name must be a str"):
         web.post("/nobody")
     with app.app_context(), pytest.raises(awa.ConfigError, match="a worker needs a database"):
         queue.worker()
@@ -531,7 +533,7 @@ def test_flask_awa_worker_runs_jobs_in_clean_contexts(
 def test_several_processes_of_flask_awa_worker(
     shop: WorkerProcesses, database: str, client: awa.Client, conn: Conn
 ) -> None:
-    """Guard: the children are spawned by the same command line, with the app loaded anew; a fork would share sockets."""
+    """Guard: the children are spawned by the same command line, and load the app anew; a fork would share sockets."""
     worker = shop.start(
         "--app", "app:create_app", "awa", "worker", "--processes", "2", program="flask", URI=uri(database)
     )
@@ -541,3 +543,196 @@ def test_several_processes_of_flask_awa_worker(
     assert ended(client, client.insert({"what": "commit"}, kind="note")).state == "completed"
     worker.signal(signal.SIGTERM)
     assert worker.wait(30) == 0, worker.stderr
+
+
+# --- commands
+
+
+def test_the_commands_know_the_database_and_the_settings_of_the_app(
+    empty_database: str, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guard: the default map of the group. Without it the commands would find the database of the environment."""
+    monkeypatch.setenv("AWA_DATABASE_URL", "postgresql://nobody@127.0.0.1:1/x")
+    monkeypatch.setenv("AWA_SCHEMA", "environment")
+    app = make_app(Awa(), AWA_DATABASE_URL=empty_database, AWA_SCHEMA="mine")
+
+    def run(*args: str) -> tuple[int, Any]:
+        done = app.test_cli_runner().invoke(args=["awa", *args])
+        return done.exit_code, json.loads(done.stdout) if "--json" in args else done.output
+
+    assert run("migrate", "--status", "--json")[0] == 4
+    code, said = run("migrate", "--json")
+    assert (code, said["schema"]) == (0, "mine")
+    assert run("migrate", "--status", "--json")[1]["is_current"]
+    assert run("storage", "check", "--json")[1]["schema"] == "mine"
+    assert run("storage", "status", "--json")[0] == 0
+    assert run("health", "--json") == (1, {"status": "not ok", "schema": "mine", "workers": []})
+    assert run("migrate", "--database", database, "--schema", "awa", "--json")[1]["applied"] == []
+    code, text = run("storage", "check", "--schema", "nowhere")
+    assert (code, "run `flask awa migrate --schema 'nowhere'`" in text) == (4, True), text
+    code, text = run("worker", "--threads", "0")
+    assert (code, text) == (78, "awa: threads is '0' (from --threads): give a whole number from 1 to 1000\n")
+    app.config["AWA_HEALTH_ADDR"] = "127.0.0.1:1"
+    assert run("health")[0] == 2
+    app.config["AWA_PROCESSES"] = 2
+    assert "cannot all listen" in run("worker")[1]
+    app.config["AWA_THREAD"] = 2
+    code, text = run("health")
+    assert (code, "'AWA_THREADS'" in text) == (78, True)
+    assert {"health", "migrate", "storage", "worker"} <= set(run("--help")[1].split())
+
+
+def test_python_m_awa_worker_names_the_command_of_flask(shop: WorkerProcesses) -> None:
+    for target in ("app", "app:queue", "site_app:app"):
+        shop.module("from app import create_app\napp = create_app()", "site_app")
+        worker = shop.start(target, URI="postgresql://nobody@127.0.0.1:1/x")
+        assert worker.wait(30) == 78
+        assert f"run `flask --app {target.partition(':')[0]} awa worker`" in worker.stderr
+
+
+# --- the session's transaction
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "psycopg2"])
+def test_a_job_belongs_to_the_transaction_of_the_session(
+    driver: str, database: str, conn: Conn, start_worker: StartWorker
+) -> None:
+    """Guard: conn=db.session. A job of a transaction of its own would be there after the rollback."""
+    queue, db = Awa(), SQLAlchemy()
+    app = Flask("shop")
+    app.config["SQLALCHEMY_DATABASE_URI"] = database.replace("postgresql://", f"postgresql+{driver}://")
+    db.init_app(app)
+    queue.init_app(app)
+    seen = list[str | None]()
+
+    class Customer(db.Model):  # type: ignore[name-defined, misc]
+        id = db.Column(db.Integer, primary_key=True)
+        name = db.Column(db.String)
+
+    @queue.task()
+    def welcome(customer_id: int) -> None:
+        found = db.session.get(Customer, customer_id)
+        seen.append(found and found.name)
+
+    with app.app_context():
+        db.create_all()
+        db.session.commit()
+        for name, ending in (("Bob", db.session.rollback), ("Ada", db.session.commit), ("Eve", db.session.remove)):
+            customer = Customer(name=name)
+            db.session.add(customer)
+            db.session.flush()
+            job = queue.insert(welcome.bind(customer.id), conn=db.session)
+            assert count(conn, "SELECT count(*) FROM awa.jobs WHERE id = %s", job.id) == 0  # not committed
+            ending()
+        assert count(conn, "SELECT count(*) FROM awa.jobs") == 1
+        start_worker(queue.client, threads=1)
+        wait_until(lambda: seen == ["Ada"], timeout=15)
+        queue.insert(welcome.bind(customer.id))
+        assert [(ran.kind, ran.state) for ran in run_all(queue.client, queue="other")] == []
+        wait_until(lambda: seen == ["Ada", None], timeout=15)
+        queue.close()
+        db.engine.dispose()
+
+
+def test_run_all_runs_jobs_in_a_context_too(database: str) -> None:
+    queue, seen = Awa(), list[str]()
+    app = make_app(queue, AWA_DATABASE_URL=database)
+
+    @queue.task()
+    def see() -> None:
+        seen.append(f"{current_app.name}: {vars(g)}")
+
+    with app.app_context():
+        g.mine = 1
+        queue.insert({}, kind="see")
+        assert [ran.state for ran in run_all(queue.client)] == ["completed"]
+        queue.close()
+    assert seen == ["shop: {}"]
+
+
+# --- servers
+
+SITE = """
+import os, threading
+from app import Note, create_app, db, note, queue
+
+app = create_app()
+
+@app.get("/threads")
+def threads():
+    return " ".join(thread.name for thread in threading.enumerate())
+
+@app.post("/<what>")
+def add(what):
+    db.session.add(Note(what=f"{what} by {os.getpid()}"))
+    queue.insert(note.bind(what), conn=db.session)
+    db.session.commit()
+    queue.insert(note.bind(what))
+    return str(os.getpid())
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port: int = listening.getsockname()[1]
+        return port
+
+
+def ask(port: int, path: str, data: bytes | None = None) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", data=data, timeout=20) as answer:
+        return str(answer.read().decode())
+
+
+def is_up(port: int, path: str = "/threads") -> bool:
+    try:
+        return bool(ask(port, path))
+    except OSError:
+        return False
+
+
+def test_nothing_starts_under_the_reloader(shop: WorkerProcesses, database: str, conn: Conn, tmp_path: Path) -> None:
+    """Guard: nothing is opened or started when an app is made, which happens in the reloader's process too."""
+    shop.module(SITE, "site_app")
+    conn.execute("CREATE TABLE note (id serial, what text)")
+    port, state = free_port(), tmp_path / "state"
+    command = ("--app", "site_app", "run", "--debug", "--port", str(port))
+    env = {"AWA_EMBEDDED": "1", "AWA_STATE_DIR": str(state)}
+    site = shop.start(*command, program="flask", URI=uri(database), **env)
+    reloader = Path(f"/proc/{site.pid}")
+    try:
+        wait_until(lambda: is_up(port), timeout=40)
+        [child] = (reloader / f"task/{site.pid}/children").read_text().split()
+        opened = "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE 'awa %%'"
+        assert "awa" not in ask(port, "/threads") and "pool" not in ask(port, "/threads")
+        assert count(conn, opened) == 0 and not state.exists()
+        assert ask(port, "/commit", b"") == child
+        assert count(conn, "SELECT count(*) FROM awa.jobs") == 2
+        assert count(conn, opened) > 0
+        assert [path.name for path in (reloader / "task").iterdir()] == [str(site.pid)]
+    finally:
+        for pid in (reloader / f"task/{site.pid}/children").read_text().split():
+            os.kill(int(pid), signal.SIGTERM)
+        site.signal(signal.SIGTERM)
+        site.wait()
+
+
+def test_gunicorn_with_preload(shop: WorkerProcesses, database: str, conn: Conn) -> None:
+    """Guard: a client that was used before the fork is another in each child, with connections of its own."""
+    pytest.importorskip("gunicorn")
+    shop.module(SITE + "with app.app_context():\n    queue.insert(note.bind('preload'))\n", "site_app")
+    conn.execute("CREATE TABLE note (id serial, what text)")
+    port = free_port()
+    command = ("--preload", "--workers", "2", "--bind", f"127.0.0.1:{port}", "site_app:app")
+    site = shop.start(*command, program="gunicorn", URI=uri(database))
+    wait_until(lambda: is_up(port), timeout=40)
+    pids = set[str]()
+    for _ in range(50):
+        pids.add(ask(port, "/commit", b""))
+        if len(pids) == 2:
+            break
+    assert len(pids) == 2
+    inserted = count(conn, "SELECT count(*) FROM awa.jobs")
+    assert inserted == 1 + 2 * count(conn, "SELECT count(*) FROM note")
+    site.signal(signal.SIGTERM)
+    assert site.wait() == 0
