@@ -214,7 +214,7 @@ class Client:
                 "metadata": metadata,
             }
             item = override(args if isinstance(args, NewJob) else NewJob(args), given)
-        return Inserted(self._producer.insert(item, conn), True, self)
+        return Inserted(*self._producer.insert(item, conn), self)
 
     def insert_many(self, items: Iterable[Any], *, conn: Lent | None = None) -> list[Inserted]:
         """Write a batch in one statement, all or nothing; the results come in the order of *items*.
@@ -227,7 +227,7 @@ class Client:
             ValidationError: An item cannot be stored, and ``.path`` says which; or *items* are not several.
             ConfigError: Nothing says which kind one is.
         """
-        return [Inserted(job_id, True, self) for job_id in self._producer.insert_many(items, conn)]
+        return [Inserted(*written, self) for written in self._producer.insert_many(items, conn)]
 
     def insert_many_copy(self, items: Iterable[Any], *, conn: Lent | None = None) -> int:
         """Write many jobs by COPY, all or nothing; returns how many. The fastest way in, and it takes an iterator.
@@ -255,7 +255,7 @@ class Client:
             ConfigError: As for :meth:`insert`; or *conn* is no asynchronous connection of psycopg's.
         """
         item = override(args if isinstance(args, NewJob) else NewJob(args), given) if given else args
-        return Inserted(await self._producer.insert_async(item, conn), True, self)
+        return Inserted(*await self._producer.insert_async(item, conn), self)
 
     async def insert_many_async(self, items: Iterable[Any], *, conn: AsyncLent | None = None) -> list[Inserted]:
         """Write a batch in one statement, as :meth:`insert_many` does, from asynchronous code.
@@ -268,7 +268,7 @@ class Client:
             ValidationError: As for :meth:`insert_many`.
             ConfigError: As for :meth:`insert_async`.
         """
-        return [Inserted(job_id, True, self) for job_id in await self._producer.insert_many_async(items, conn)]
+        return [Inserted(*written, self) for written in await self._producer.insert_many_async(items, conn)]
 
     async def insert_many_copy_async(self, items: Iterable[Any], *, conn: AsyncLent | None = None) -> int:
         """Write many jobs by COPY, as :meth:`insert_many_copy` does, from asynchronous code.

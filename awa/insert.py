@@ -21,7 +21,7 @@ from awa.lent import AsyncLent, Driver, Lent
 from awa.registry import BoundArgs, Registry, Task, TaskOptions
 from awa.storage import jobs
 from awa.storage.connection import repeated
-from awa.storage.jobs import JobInfo, JobRow
+from awa.storage.jobs import JobInfo, JobRow, Written
 from awa.storage.lent import lent, lent_async
 from awa.storage.schema import Schema
 
@@ -235,7 +235,7 @@ class Producer:
     own: Callable[[], AbstractContextManager[Connection]]
     """Lends a connection of the library's own, in autocommit mode."""
 
-    def insert(self, item: object, conn: Lent | None) -> JobId:
+    def insert(self, item: object, conn: Lent | None) -> Written:
         """Write one job, in the transaction of *conn* or in one of its own."""
         row = prepare(item, self.registry, self.defaults)
         if conn is not None:
@@ -244,8 +244,8 @@ class Producer:
         with self.own() as borrowed:
             return repeated(lambda: jobs.insert_job(borrowed, self.schema, row, notify=self.notify))
 
-    def insert_many(self, items: Iterable[object], conn: Lent | None) -> list[JobId]:
-        """Write a batch by one statement, all or nothing; ids in the order of *items*."""
+    def insert_many(self, items: Iterable[object], conn: Lent | None) -> list[Written]:
+        """Write a batch by one statement, all or nothing; what became of each, in the order of *items*."""
         rows = self._batch(items)
         if not rows:
             return []
@@ -262,15 +262,15 @@ class Producer:
         with self._writing(conn) as writing:
             return jobs.copy_jobs(writing, self.schema, chain(first, rows), notify=self.notify)
 
-    async def insert_async(self, item: object, conn: AsyncLent | None) -> JobId:
+    async def insert_async(self, item: object, conn: AsyncLent | None) -> Written:
         """As :meth:`insert`; without *conn* in a thread."""
         if conn is None:
             return await asyncio.to_thread(self.insert, item, None)
         row = prepare(item, self.registry, self.defaults)
-        [job_id] = await jobs.insert_jobs_async(lent_async(conn), self.schema, [row], notify=self.notify)
-        return job_id
+        [written] = await jobs.insert_jobs_async(lent_async(conn), self.schema, [row], notify=self.notify)
+        return written
 
-    async def insert_many_async(self, items: Iterable[object], conn: AsyncLent | None) -> list[JobId]:
+    async def insert_many_async(self, items: Iterable[object], conn: AsyncLent | None) -> list[Written]:
         """As :meth:`insert_many`; without *conn* in a thread."""
         if conn is None:
             return await asyncio.to_thread(self.insert_many, items, None)
