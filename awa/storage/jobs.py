@@ -101,7 +101,7 @@ _ONE_BELL = """CASE WHEN pg_try_advisory_lock_shared(hashtextextended('awa.bell:
 
 INSERT_ONE = """
     INSERT INTO awa.jobs (queue, lane, priority, kind, args, max_attempts)
-    VALUES (%s, %s, %s, %s, %s, %s)
+    VALUES (%s, %s::smallint, %s::smallint, %s, %s::json, %s::smallint)
     RETURNING {id}
 """
 
