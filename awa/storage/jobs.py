@@ -22,7 +22,7 @@ from awa.errors import AwaError, JobNotFound, SchemaNotMigrated, StaleAttempt, U
 from awa.job import JobId, JobState
 from awa.lent import Driver
 from awa.storage import drivers
-from awa.storage.drivers import Array, Int2s, OwnCursor, sqlstate
+from awa.storage.drivers import Array, Int2s, OwnCursor, speaks_utf8, sqlstate
 from awa.storage.rows import read_anything
 from awa.storage.schema import Schema
 
@@ -207,7 +207,7 @@ def insert_job(conn: Driver, schema: Schema, row: JobRow, *, notify: bool) -> Wr
     Raises:
         UniqueConflict, JobNotFound: As for :func:`insert_jobs`.
     """
-    if not row.is_plain:
+    if not row.is_plain or not speaks_utf8(conn):
         return insert_jobs(conn, schema, [row], notify=notify)[0]
     queue, kind, args, priority, max_attempts, *_ = row
     # as text: the server knows the columns' types, and psycopg has one type to look up
@@ -224,8 +224,6 @@ def insert_job(conn: Driver, schema: Schema, row: JobRow, *, notify: bool) -> Wr
         cursor.execute(statement, values)
     except REFUSED as error:
         raise refusal(conn, schema, "producer", error) from error
-    except UnicodeEncodeError:  # not a letter of its client encoding; nothing was sent
-        return insert_jobs(conn, schema, [row], notify=notify)[0]
     found = cursor.fetchone()
     assert found is not None
     conn.__dict__[_KEPT] = kept

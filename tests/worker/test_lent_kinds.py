@@ -98,7 +98,7 @@ def test_nothing_of_the_session_changes(client: awa.Client, conn: Conn, database
 def test_a_job_that_is_refused_half_way_leaves_the_transaction_usable(
     client: awa.Client, conn: Conn, database: str, kind: str
 ) -> None:
-    """Guard: a COPY is undone to a savepoint of its own, and what was refused is raised, not what the driver makes of it."""
+    """Guard: a COPY is undone to a savepoint of its own, and what was refused is raised, not what the driver makes."""
     conn.execute("CREATE TABLE mine (n int)")
     items = [NewJob({"n": n}, kind="k") for n in range(1200)]
     items.append(NewJob({"n": "\0"}, kind="k"))
@@ -187,7 +187,7 @@ def test_text_is_right_at_any_client_encoding(client: awa.Client, conn: Conn, da
 def test_a_sqlalchemy_transaction_that_is_over_takes_nothing_more(
     client: awa.Client, conn: Conn, database: str
 ) -> None:
-    """Guard: ``_begin``. SQLAlchemy refuses statements in a block whose transaction has ended, and so does an insert."""
+    """Guard: ``_begin``. SQLAlchemy refuses statements in a block whose transaction has ended; so does an insert."""
     from sqlalchemy.exc import InvalidRequestError, PendingRollbackError, ResourceClosedError
     from sqlalchemy.orm import Session
 
@@ -239,7 +239,7 @@ def test_sqlalchemy_in_autocommit_mode_and_within_a_transaction_from_outside(
                 jobs += write(client, path, lent)
                 assert written(conn) == jobs
             lent.rollback()
-            assert lent.get_isolation_level() == "AUTOCOMMIT"
+            assert lent.connection.driver_connection.autocommit
         with Session(engine.execution_options(isolation_level="AUTOCOMMIT")) as session:
             jobs += write(client, "insert_many_copy", session)
             assert written(conn) == jobs
@@ -394,28 +394,27 @@ def test_what_cannot_be_lent_says_what_can(client: awa.Client, database: str, co
     asynchronous = psycopg2.connect(database, async_=True)
     with engine_of(database) as engine, django_connection(database), sqlite.connect() as other:
         pool = ConnectionPool(database, open=False)
-        wrong = {
-            engine: "with engine.begin",
-            sessionmaker(engine): "Session that it makes",
-            engine.pool: "a connection of it",
-            Session(sqlite): "to sqlite",
-            scoped_session(sessionmaker(sqlite)): "to sqlite",
-            other: "to sqlite",
-            other.connection: "over a sqlite3.Connection",
-            pool: "with pool.connection",
-            SimpleConnectionPool(0, 1, database): "getconn",
-            asynchronous: "asynchronous connection of psycopg2",
-            connections: "django.db.connection",
-            cache: "SQLAlchemy",
-            __import__("sqlite3").connect(":memory:"): "psycopg or psycopg2",
-        }
-        for conn_given, words in wrong.items():
+        wrong = [
+            (engine, "with engine.begin"),
+            (sessionmaker(engine), "Session that it makes"),
+            (engine.pool, "a connection of it"),
+            (Session(sqlite), "to sqlite"),
+            (scoped_session(sessionmaker(sqlite)), "to sqlite"),
+            (other, "to sqlite"),
+            (other.connection, "over a sqlite3.Connection"),
+            (pool, "with pool.connection"),
+            (SimpleConnectionPool(0, 1, database), "getconn"),
+            (asynchronous, "asynchronous connection of psycopg2"),
+            (connections, "django.db.connection"),
+            (cache, "SQLAlchemy"),
+            (__import__("sqlite3").connect(":memory:"), "psycopg or psycopg2"),
+        ]
+        for conn_given, words in wrong:
             for path in PATHS:
                 with pytest.raises(ConfigError, match=words):
                     write(client, path, conn_given)
-        for conn_given in wrong:
-            if hasattr(conn_given, "close"):
-                conn_given.close()
+        pool.close()
+        asynchronous.close()
         with (
             django_connection(database, ENGINE="django.db.backends.sqlite3", NAME=":memory:") as connection,
             pytest.raises(ConfigError, match=r"'default' to sqlite.*django\.db\.connections"),
