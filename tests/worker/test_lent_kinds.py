@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -330,6 +333,48 @@ def test_django_learns_of_a_connection_that_was_lost(client: awa.Client, conn: C
         close_old_connections()  # as Django does at the end of a request
         write(client, "insert", connection)
     assert written(conn) == 2
+
+
+WITH_PSYCOPG2 = """
+import sys
+import psycopg
+import awa
+
+hidden, sys.modules["psycopg"] = sys.modules["psycopg"], None
+import django.db.backends.postgresql.base as base
+sys.modules["psycopg"] = hidden
+assert base.Database.__name__ == "psycopg2"
+
+from tests.worker import test_lent_kinds as tests
+database, client = sys.argv[1], awa.Client(sys.argv[1])
+with psycopg.connect(database, autocommit=True) as conn:
+    for test in (
+        tests.test_jobs_belong_to_the_transaction_that_was_lent,
+        tests.test_jobs_go_with_a_savepoint,
+        tests.test_a_job_that_is_refused_half_way_leaves_the_transaction_usable,
+        tests.test_a_schema_that_is_missing_or_forbidden_is_told,
+    ):
+        test(client, conn, database, "django")
+        conn.execute("DROP TABLE IF EXISTS mine")
+        conn.execute("TRUNCATE awa.jobs, awa.waiting_jobs")
+    tests.test_django_in_and_out_of_atomic_blocks(client, conn, database)
+    conn.execute("TRUNCATE awa.jobs, awa.waiting_jobs")
+    tests.test_django_learns_of_a_connection_that_was_lost(client, conn, database)
+client.close()
+print("all well")
+"""
+
+
+def test_django_over_psycopg2(database: str) -> None:
+    """Django takes psycopg 3 where there is one, so this is in a process of its own where it finds none."""
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-c", WITH_PSYCOPG2, database],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (ran.returncode, ran.stdout) == (0, "all well\n"), ran.stderr
 
 
 def test_psycopg2_with_everything_changed(client: awa.Client, conn: Conn, database: str) -> None:
