@@ -5,7 +5,7 @@ Claiming and settling, which share one round trip, are in ``line``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -22,12 +22,16 @@ from awa.errors import AwaError, JobNotFound, SchemaNotMigrated, StaleAttempt, U
 from awa.job import JobId, JobState
 from awa.lent import Driver
 from awa.storage import drivers
-from awa.storage.drivers import Array, Int2s, OwnCursor, speaks_utf8, sqlstate
+from awa.storage.drivers import Array, Int2s, OwnCursor, sqlstate
 from awa.storage.rows import read_anything
 from awa.storage.schema import Schema
 
 if TYPE_CHECKING:
     from awa.storage.grants import Part
+
+
+KeyAt = Callable[[float], bytes]
+"""The database's time in seconds since 1970 -> the key of a job that is unique for a period."""
 
 
 class JobRow(NamedTuple):  # a tuple: made once per job, in half the time of a frozen dataclass
@@ -53,8 +57,9 @@ class JobRow(NamedTuple):  # a tuple: made once per job, in half the time of a f
     """Not before; None: at once, or after *delay*."""
     delay: float | None = None
     """Seconds from the database's now."""
-    unique: bytes | None = None
-    """The key it shares with its equals: 16 bytes, and a 17th with the states that hold it, if they are not the usual."""
+    unique: bytes | KeyAt | None = None
+    """The key it shares with its equals: 16 bytes, and a 17th with the states that hold it, if they are not the usual.
+    Or what gives it; its producer asks that before the row is written."""
     on_conflict: str | None = None
     """``return``, ``raise`` or ``replace``, when it has a key."""
     follow_ups: bytes | None = None
@@ -76,7 +81,7 @@ class JobRow(NamedTuple):  # a tuple: made once per job, in half the time of a f
 
 
 _PLAIN = (None,) * 10
-_UNBOUND = (None,) * 5
+_NOTHING_RARE = _UNBOUND = (None,) * 5
 
 
 class Written(NamedTuple):
@@ -144,13 +149,31 @@ INSERT_ANY = """
     SELECT i.id, (SELECT {ring} FROM bells b) FROM input i ORDER BY i.n
 """
 
+ENQUEUE_KEY = """
+    SELECT id, is_new
+      FROM awa.enqueue_v1(p_kind => %s, p_args => %s::json, p_queue => %s, p_priority => %s::integer,
+                          p_max_attempts => %s::integer, p_unique_key => %s::bytea, p_on_conflict => %s,
+                          p_notify => {notify})
+"""
+
+ENQUEUE_ONE = """
+    SELECT id, is_new
+      FROM awa.enqueue_v1(p_queue => %(queue)s, p_kind => %(kind)s, p_args => %(args)s::json,
+                          p_priority => %(priority)s::integer, p_max_attempts => %(max_attempts)s::integer,
+                          p_timeout_ms => %(timeout_ms)s::integer, p_tags => %(tags)s::text[],
+                          p_metadata => %(metadata)s::json, p_run_at => %(run_at)s::timestamptz,
+                          p_delay => %(delay)s::double precision * interval '1 s', p_unique_key => %(key)s::bytea,
+                          p_unique_states => %(states)s::text[], p_on_conflict => %(on_conflict)s,
+                          p_follow_ups => %(follow_ups)s::json, p_notify => {notify})
+"""
+
 ENQUEUE_MANY = """
     SELECT n, id, is_new, problem
       FROM awa.enqueue_many_v1(%(queues)b::text[], %(priorities)b::smallint[], %(kinds)b::text[], %(args)b::text[],
                                %(max_attempts)b::smallint[], %(timeouts)s::integer[], %(tags)b::text[],
                                %(metadata)b::text[], %(run_ats)b::text[], %(delays)s::double precision[],
                                %(keys)s::bytea[], %(on_conflict)s::text[], %(follow_ups)b::text[], %(parents)s::text[],
-                               %(on_parent_failure)s::text[], %(notify)s::boolean)
+                               %(on_parent_failure)s::text[], {notify})
 """
 
 COPY = """
@@ -163,10 +186,10 @@ RING = "SELECT awa.ring(%(queues)s::text[])"
 
 @lru_cache(maxsize=64)
 def _statement(schema: Schema, text: str, notify: bool) -> str:
-    parts = {"{id}": "id", "{bell}": "0", "{ring}": "0"}
+    parts = {"{id}": "id", "{bell}": "0", "{ring}": "0", "{notify}": "false"}
     if notify:
         ring = "count(awa.ring(b.queues)) FILTER (WHERE b.queues IS NOT NULL)"
-        parts = {"{id}": _ONE_BELL, "{bell}": _BELLS, "{ring}": ring}
+        parts = {"{id}": _ONE_BELL, "{bell}": _BELLS, "{ring}": ring, "{notify}": "true"}
     for mark, part in parts.items():
         text = text.replace(mark, part)
     return schema.sql(text.replace("{channel}", schema.channel))
@@ -207,32 +230,75 @@ def insert_job(conn: Driver, schema: Schema, row: JobRow, *, notify: bool) -> Wr
     Raises:
         UniqueConflict, JobNotFound: As for :func:`insert_jobs`.
     """
-    if not row.is_plain or not speaks_utf8(conn):
+    if row.is_plain:
+        queue, kind, args, priority, max_attempts = row[:5]
+        # as text: the server knows the columns' types, and psycopg has one type to look up
+        params: tuple[str | bytes, ...] = (
+            queue,
+            str(2 * priority + 1),
+            str(priority),
+            kind,
+            args.decode(),
+            str(max_attempts),
+        )
+        return Written(JobId(int(_one_row(conn, schema, INSERT_ONE, notify, params)[0])))
+    if row.unique is None or row.parents is not None:
         return insert_jobs(conn, schema, [row], notify=notify)[0]
-    queue, kind, args, priority, max_attempts, *_ = row
-    # as text: the server knows the columns' types, and psycopg has one type to look up
-    values = queue, str(2 * priority + 1), str(priority), kind, args.decode(), str(max_attempts)
-    if not isinstance(conn, Connection):
-        return _written([row], _rows(conn, schema, _statement(schema, INSERT_ONE, notify), values))[0]
+    assert isinstance(row.unique, bytes)
+    if row[5:10] == _NOTHING_RARE and row.follow_ups is None and len(row.unique) == 16:
+        queue, kind, args, priority, max_attempts = row[:5]
+        params = (kind, args.decode(), queue, str(priority), str(max_attempts), row.unique, _mode(row))
+        job_id, is_new = _one_row(conn, schema, ENQUEUE_KEY, notify, params)
+    else:
+        [(job_id, is_new)] = _rows(conn, schema, _statement(schema, ENQUEUE_ONE, notify), _named(row))
+    if not is_new and row.on_conflict == "raise":
+        raise conflict("", row.unique, JobId(job_id))
+    return Written(JobId(job_id), is_new)
+
+
+def _mode(row: JobRow) -> str:
+    """What the database is to do about a conflict. Not to raise, which would break the transaction: it returns."""
+    return "replace" if row.on_conflict == "replace" else "return"
+
+
+def _named(row: JobRow) -> dict[str, Any]:
+    """The parameters of ``ENQUEUE_ONE``."""
+    key = row.unique
+    assert isinstance(key, bytes)
+    return row._asdict() | {
+        "args": row.args.decode(),
+        "tags": None if row.tags is None else list(row.tags),
+        "metadata": None if row.metadata is None else row.metadata.decode(),
+        "key": key[:16],
+        "states": None if len(key) == 16 else [state for bit, state in enumerate(JobState) if key[16] >> bit & 1],
+        "on_conflict": _mode(row),
+        "follow_ups": None if row.follow_ups is None else row.follow_ups.decode(),
+    }
+
+
+def _one_row(conn: Driver, schema: Schema, text: str, notify: bool, params: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The row that a producer's statement for one job gives."""
+    if not isinstance(conn, Connection) or not drivers.speaks_utf8(conn):
+        return _rows(conn, schema, _statement(schema, text, notify), params)[0]
     # Kept with the connection for the next insert: a new cursor, which knows no types yet, costs a tenth of an insert.
     # Taken out meanwhile, so that two threads on one connection do not read each other's results.
     kept: _Kept | None = conn.__dict__.pop(_KEPT, None)
-    if kept is None or kept[0] is not schema or kept[1] is not notify:
-        kept = schema, notify, _statement(schema, INSERT_ONE, notify), OwnCursor(conn)
-    _, _, statement, cursor = kept
+    if kept is None or kept[0] is not schema or kept[1] is not notify or kept[2] is not text:
+        kept = schema, notify, text, _statement(schema, text, notify), OwnCursor(conn)
+    _, _, _, statement, cursor = kept
     try:
-        cursor.execute(statement, values)
+        cursor.execute(statement, params)
     except REFUSED as error:
         raise refusal(conn, schema, "producer", error) from error
     found = cursor.fetchone()
     assert found is not None
     conn.__dict__[_KEPT] = kept
-    return Written(JobId(int(found[0])))
+    return found
 
 
 _KEPT = "_awa_insert"
 
-_Kept = tuple[Schema, bool, str, OwnCursor]
+_Kept = tuple[Schema, bool, str, str, OwnCursor]
 
 
 def insert_jobs(conn: Driver, schema: Schema, rows: Sequence[JobRow], *, notify: bool) -> list[Written]:
@@ -285,7 +351,6 @@ def _batch(schema: Schema, rows: Sequence[JobRow], notify: bool) -> tuple[str, d
                 "follow_ups": Array(text_array([row.follow_ups for row in rows])),
                 "parents": [None if row.parents is None else f"{{{','.join(map(str, row.parents))}}}" for row in rows],
                 "on_parent_failure": [row.on_parent_failure for row in rows],
-                "notify": notify,
             }
     return _statement(schema, text, notify), params
 
@@ -313,7 +378,7 @@ def _enqueued(rows: Sequence[JobRow], found: list[tuple[Any, ...]]) -> list[Writ
             f"{where}no job has the id {other} that it is to run after, or its history is gone: nothing was inserted",
             job_id=other,
         )
-    assert row.unique is not None
+    assert isinstance(row.unique, bytes)
     raise conflict(where, row.unique, None if other is None else JobId(other))
 
 

@@ -137,6 +137,22 @@ def test_what_is_refused_leaves_the_transaction_usable(client: awa.Client, conn:
     assert (written(conn), count(conn, "SELECT count(*) FROM mine")) == (0, 0)
 
 
+def test_unique_jobs(client: awa.Client, conn: Conn, database: str) -> None:
+    """Guard: the database's time is asked for over the connection that was lent, and conflicts are told alike."""
+    unique = awa.Unique(period=3600)
+
+    async def test(lent: AsyncConnection[Any]) -> None:
+        first = await client.insert_async({}, kind="k", unique=unique, conn=lent)
+        [second] = await client.insert_many_async([NewJob({}, kind="k", unique=unique)], conn=lent)
+        assert (first.is_new, second.is_new, first.id) == (True, False, second.id)
+        with pytest.raises(awa.UniqueConflict):
+            await client.insert_async({}, kind="k", unique=awa.Unique(period=3600, on_conflict="raise"), conn=lent)
+        assert lent.info.transaction_status is TransactionStatus.INTRANS
+
+    run(test, database)
+    assert written(conn) == 1
+
+
 def test_without_a_connection_it_commits_at_once_and_the_loop_goes_on(
     client: awa.Client, conn: Conn, database: str
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,41 @@ def test_text_is_right_at_any_client_encoding(client: awa.Client, conn: Conn, da
             ).fetchall()
             assert rows == [("fronta-ž", "druh-ž", {ODD: ODD}, ODD)] * 7, encoding
             conn.execute("TRUNCATE awa.jobs")
+
+
+UNIQUE = [
+    awa.Unique(),
+    awa.Unique(by_args=["n"], by_queue=True, period=3600),
+    awa.Unique(states=["available", "running"], on_conflict="replace"),
+]
+
+
+@kinds
+def test_unique_jobs_and_their_conflicts(client: awa.Client, conn: Conn, database: str, kind: str) -> None:
+    """Guard: every parameter has a cast, bytes among them, and what comes back is read alike, ids and truth values."""
+    with KINDS[kind](database) as lender:
+        for encoding in ("UTF8", "LATIN1"):
+            lender.execute(f"SET client_encoding = '{encoding}'")
+            for n, unique in enumerate(UNIQUE):
+                one = NewJob({"n": f"ž{n}"}, kind="k", unique=unique)
+                more = NewJob({"n": f"ž{n}"}, kind="k", unique=unique, tags=["ž"], metadata={"ž": 1}, timeout=5)
+                first = client.insert(one, conn=lender.conn)
+                second = client.insert(more, conn=lender.conn)
+                third, other = client.insert_many([more, NewJob({}, kind="k")], conn=lender.conn)
+                found = {one.id for one in (first, second, third)}
+                assert (first.is_new, other.is_new) == (True, True)
+                assert len(found) == 1, unique
+                assert (second.is_new, third.is_new) == (False, False)
+                raising = NewJob({"n": f"ž{n}"}, kind="k", unique=replace(unique, on_conflict="raise"))
+                with pytest.raises(awa.UniqueConflict) as caught:
+                    client.insert(raising, conn=lender.conn)
+                assert caught.value.existing_id == third.id
+                with pytest.raises(awa.UniqueConflict):
+                    client.insert_many([raising, raising], conn=lender.conn)
+            lender.rollback()  # as far as here
+        assert client.insert({}, kind="k", unique=UNIQUE[0], conn=lender.conn).is_new
+        lender.commit()
+    assert written(conn) == 1
 
 
 # --- what the libraries have of their own
