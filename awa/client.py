@@ -342,6 +342,7 @@ class Client:
             settings=self._settings(arguments, flags),
             find_conninfo=self._conninfo,
             version=VERSION,
+            lend=self.connection,
             on_start=tuple(self._on_start),
             on_stop=tuple(self._on_stop),
         )

@@ -11,7 +11,9 @@ from awa import _core
 from awa.errors import ValidationError
 
 if TYPE_CHECKING:
-    from psycopg import Connection, Cursor
+    from contextlib import AbstractContextManager
+
+    from psycopg import Connection, Cursor, IsolationLevel
 
 JobId = NewType("JobId", int)
 """The job, the same through all its attempts."""
@@ -174,6 +176,11 @@ class Controls(Protocol):
     def complete(self, attempt: Any, conn: Connection[Any] | Cursor[Any]) -> None:
         """See :meth:`Job.complete`."""
 
+    def transaction(
+        self, attempt: Any, isolation_level: IsolationLevel | str | None
+    ) -> AbstractContextManager[Connection[Any]]:
+        """See :meth:`Job.transaction`."""
+
 
 class Job(Generic[A]):
     """One attempt of a job, as its handler sees it."""
@@ -247,12 +254,32 @@ class Job(Generic[A]):
         """Complete this attempt inside the transaction of *conn*, so that both commit or neither does.
 
         The transaction must have begun in this handler. What the handler returns or raises after the commit is only
-        logged; when the transaction is rolled back, it counts.
+        logged; when the transaction is rolled back, it counts. In a :meth:`transaction` it is completed at the end.
 
         Raises:
             StaleAttempt: The attempt was taken over. The transaction cannot commit any more.
         """
         self._controls.complete(self._attempt, conn)
+
+    def transaction(
+        self, isolation_level: IsolationLevel | str | None = None
+    ) -> AbstractContextManager[Connection[Any]]:
+        """A transaction that completes this attempt at its end: what the block writes happens exactly once.
+
+        Gives a pooled connection of the client. When the block ends, the attempt is completed there and all of it is
+        committed; an exception rolls everything back and counts as the handler's own, unless it is caught. What the
+        handler returns after the commit is only logged. ``raise awa.Snooze(60)`` in the block, not ``return``, to put
+        the job off. After a rollback, but not after a commit, the handler may begin another.
+
+        Args:
+            isolation_level: ``read committed`` (the default), ``repeatable read``, ``serializable``, or psycopg's own.
+
+        Raises:
+            StaleAttempt: The attempt was taken over or its handler has ended; nothing of the block is committed.
+            ConfigError: There is no such level; or another thread runs the handler, or one is open already.
+            psycopg.Error: Serialization failures and deadlocks come as what they are, at the latest with the commit.
+        """
+        return self._controls.transaction(self._attempt, isolation_level)
 
     def __repr__(self) -> str:
         return f"<Job {self.id} {self.kind!r} attempt {self.attempt}/{self.max_attempts}>"

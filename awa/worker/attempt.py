@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
-from psycopg import Connection, Cursor
+from psycopg import Connection, Cursor, IsolationLevel
 
 from awa._core import Attempt, Outcomes
-from awa.errors import StaleAttempt
 from awa.failure import Failure, describe, told
 from awa.insert import lent
 from awa.job import Cancel, Job, Outcome, RetryAfter, Snooze
@@ -17,6 +18,7 @@ from awa.registry import TaskOptions
 from awa.retry import delay_after, verdict
 from awa.storage import jobs
 from awa.storage.schema import Schema
+from awa.worker.transactions import Transactions, stale
 
 log = logging.getLogger("awa.job")
 
@@ -26,11 +28,15 @@ class Attempts:
 
     Args:
         outcomes: Where they are noted.
+        lend: Borrows a connection for a handler's own transaction.
     """
 
-    def __init__(self, schema: Schema, outcomes: Outcomes) -> None:
+    def __init__(
+        self, schema: Schema, outcomes: Outcomes, lend: Callable[[], AbstractContextManager[Connection[Any]]]
+    ) -> None:
         self._schema = schema
         self._outcomes = outcomes
+        self._transactions = Transactions(lend)
 
     def job(self, attempt: Attempt, args: Any) -> Job[Any]:
         """What the handler gets."""
@@ -38,18 +44,15 @@ class Attempts:
 
     def complete(self, attempt: Attempt, conn: Connection[Any] | Cursor[Any]) -> None:
         """Complete *attempt* in the transaction of *conn*; see :meth:`awa.Job.complete`."""
+        connection = lent(conn)
+        if self._transactions.completes(attempt, connection):
+            return
         # Once it has begun, the database is asked what happened, whatever this call returns.
         if not attempt.begin_complete():
-            raise StaleAttempt(
-                f"the time of job {attempt.id} was up and its handler did not end, so its attempt has failed: roll back"
-                if attempt.is_abandoned
-                else f"the handler of job {attempt.id} has ended: complete it before the handler returns",
-                job_id=attempt.id,
-                entry_id=attempt.entry_id,
-            )
+            raise stale(attempt)
         batch = attempt.batch
         jobs.complete(
-            lent(conn),
+            connection,
             self._schema,
             runtime=batch.runtime,
             claim_id=batch.claim_id,
@@ -60,6 +63,12 @@ class Attempts:
             job_id=attempt.id,
             entry_id=attempt.entry_id,
         )
+
+    def transaction(
+        self, attempt: Attempt, isolation_level: IsolationLevel | str | None
+    ) -> AbstractContextManager[Connection[Any]]:
+        """A transaction that completes *attempt* at its end; see :meth:`awa.Job.transaction`."""
+        return self._transactions.begin(attempt, isolation_level, self.complete)
 
     def conclude(self, attempt: Attempt, result: object, error: BaseException | None, elapsed_ms: int) -> None:
         """Note everything but a plain success."""

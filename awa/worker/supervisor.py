@@ -83,6 +83,7 @@ class Worker:
 
     Args:
         find_conninfo: Gives the database, when the worker starts.
+        lend: Borrows a connection for a handler's own transaction.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Worker:
         settings: Settings,
         find_conninfo: Callable[[], str],
         version: str,
+        lend: Callable[[], contextlib.AbstractContextManager[psycopg.Connection[Any]]],
         on_start: Sequence[Hook] = (),
         on_stop: Sequence[Hook] = (),
     ) -> None:
@@ -99,6 +101,7 @@ class Worker:
         self._settings = settings
         self._find_conninfo = find_conninfo
         self._version = version
+        self._lend = lend
         self._on_start = on_start
         self._on_stop = on_stop
         self._threads: list[threading.Thread] = []  # guarded by _replace_lock, where one that ended would look dead
@@ -214,7 +217,7 @@ class Worker:
 
     def _build(self, handlers: Mapping[str, Handler]) -> None:
         settings, conninfo, schema, identity = self._settings, self._conninfo, self._schema, self._identity
-        attempts = Attempts(schema, self._outcomes)
+        attempts = Attempts(schema, self._outcomes, self._lend)
         listening = settings.listen_url or conninfo
         claimer = Claimer(
             conninfo=listening,
