@@ -12,7 +12,7 @@ from psycopg import Connection
 from awa import options
 from awa.config import Settings, find_database, load_settings
 from awa.errors import ConfigError
-from awa.insert import Defaults, Inserted, Lent, NewJob, Producer, override
+from awa.insert import Defaults, Inserted, Lent, NewJob, Parents, Producer, override
 from awa.job import JobId
 from awa.registry import Registry, Task, TaskOptions, check_hook
 from awa.retry import RetryPolicy
@@ -33,7 +33,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 H = TypeVar("H", bound=Callable[[], object])
 
-_NO_OPTIONS = (None,) * 9
+_NO_OPTIONS = (None,) * 11
 
 
 class Client:
@@ -184,22 +184,27 @@ class Client:
         delay: float | timedelta | None = None,
         tags: Iterable[str] | None = None,
         metadata: dict[str, Any] | None = None,
+        after: Parents | None = None,
+        after_failed: str | None = None,
         conn: Lent | None = None,
     ) -> Inserted:
         """Write one job.
 
         Args:
             args: An instance of a task's args type, ``task.bind(...)``, a NewJob, or a mapping together with *kind*.
-            kind, queue, priority, max_attempts, timeout, run_at, delay, tags, metadata: See :class:`awa.NewJob`.
+            kind, queue, priority, max_attempts, timeout, run_at, delay, tags, metadata, after, after_failed: See
+                :class:`awa.NewJob`.
             conn: A psycopg connection or cursor whose transaction the job joins; it is never committed or rolled back
                 here. None writes and commits at once.
 
         Raises:
             ValidationError: Args or an option cannot be stored; nothing was sent.
             ConfigError: Nothing says which kind it is.
+            JobNotFound: There is no such job as *after* names, or its history is gone; nothing was inserted.
         """
         item = args
-        if (kind, queue, priority, max_attempts, timeout, run_at, delay, tags, metadata) != _NO_OPTIONS:
+        said = (kind, queue, priority, max_attempts, timeout, run_at, delay, tags, metadata, after, after_failed)
+        if said != _NO_OPTIONS:
             given = {
                 "kind": kind,
                 "queue": queue,
@@ -210,6 +215,8 @@ class Client:
                 "delay": delay,
                 "tags": tags,
                 "metadata": metadata,
+                "after": after,
+                "after_failed": after_failed,
             }
             item = override(args if isinstance(args, NewJob) else NewJob(args), given)
         return Inserted(*self._producer.insert(item, conn), self)
@@ -224,6 +231,7 @@ class Client:
         Raises:
             ValidationError: An item cannot be stored, and ``.path`` says which; or *items* are not several.
             ConfigError: Nothing says which kind one is.
+            JobNotFound: An item runs after a job that does not exist; nothing was inserted.
         """
         return [Inserted(*written, self) for written in self._producer.insert_many(items, conn)]
 

@@ -29,6 +29,18 @@ Lent = Connection[Any] | Cursor[Any]
 """What ``conn=`` takes."""
 
 
+class HasId(Protocol):
+    """A job, as an insert returned it, or as it was looked up."""
+
+    @property
+    def id(self) -> JobId:
+        """Its id."""
+
+
+Parents = int | HasId | Iterable[int | HasId]
+"""What ``after=`` takes."""
+
+
 @dataclass(frozen=True, slots=True)
 class NewJob:
     """A job to insert: its args, and options that override what its task and the client say."""
@@ -53,6 +65,12 @@ class NewJob:
     """At most 20, for finding it again."""
     metadata: dict[str, Any] | None = field(default=None, kw_only=True)
     """JSON that travels with the job and is not given to the handler as args."""
+    after: Parents | None = field(default=None, kw_only=True)
+    """Runs when these jobs, 1 to 100, have completed: what an insert returned, or ids. With *run_at* or *delay*, not
+    before that either."""
+    after_failed: str | None = field(default=None, kw_only=True)
+    """When one of them has not completed but failed, was cancelled, or is gone: ``cancel`` (the default) this job too,
+    ``run`` it all the same, or ``discard`` it, of which no trace is left."""
 
 
 class Reader(Protocol):
@@ -129,6 +147,14 @@ def prepare(item: object, registry: Registry, defaults: Defaults) -> JobRow:
     run_at = None if new.run_at is None else options.check_run_at(new.run_at)
     if run_at is not None and delay is not None:
         raise ValidationError("run_at and delay exclude each other: give one", path="delay", value=new.delay)
+    parents = None if new.after is None else options.check_after(new.after)
+    after_failed = None if new.after_failed is None else options.check_after_failed(new.after_failed)
+    if after_failed is not None and parents is None:
+        raise ValidationError(
+            f"after_failed={after_failed!r} says what happens when a job of after= fails: give after, too",
+            path="after_failed",
+            value=after_failed,
+        )
     return JobRow(
         (said.queue or defaults.queue) if new.queue is None else options.check_queue(new.queue),
         kind,
@@ -142,6 +168,8 @@ def prepare(item: object, registry: Registry, defaults: Defaults) -> JobRow:
         None if new.metadata is None else _metadata(new.metadata, defaults.max_args_bytes),
         run_at,
         delay or None,
+        parents=parents,
+        on_parent_failure=after_failed,
     )
 
 
@@ -271,6 +299,13 @@ class Producer:
                     "use insert_many for the others",
                     path=f"items[{position}].{given}",
                     value=getattr(row, given),
+                )
+            if row.parents is not None:
+                raise ValidationError(
+                    f"items[{position}] has after, but insert_many_copy takes jobs that are available at once: "
+                    "use insert_many for the others",
+                    path=f"items[{position}].after",
+                    value=row.parents,
                 )
             yield row
 

@@ -466,7 +466,7 @@ class JobInfo:
     pid: int | None
     """Its process there."""
     waits_for: str | None
-    """``time``, or ``kind``: for a worker that knows it."""
+    """``time``; ``parent``: for other jobs; or ``kind``: for a worker that knows it."""
     error: dict[str, Any] | None
     """``type``, ``text``, ``traceback`` of the last attempt that failed or was cancelled; None for a completed job."""
     history: list[dict[str, Any]]

@@ -39,6 +39,7 @@ from awa.worker.heartbeat import Heartbeat
 from awa.worker.identity import Identity
 from awa.worker.known import KnownClaims
 from awa.worker.maintenance.deadlines import Deadlines
+from awa.worker.maintenance.dependents import Dependents
 from awa.worker.maintenance.loop import Maintenance
 from awa.worker.maintenance.promote import Promote
 from awa.worker.maintenance.rescue import Rescue
@@ -219,6 +220,7 @@ class Worker:
         settings, conninfo, schema, identity = self._settings, self._conninfo, self._schema, self._identity
         attempts = Attempts(schema, self._outcomes, self._lend)
         listening = settings.listen_url or conninfo
+        dependents = Dependents(schema)
         claimer = Claimer(
             conninfo=listening,
             schema=schema,
@@ -269,9 +271,15 @@ class Worker:
                 identity=identity,
                 chores=[
                     Promote(schema),
+                    dependents,
                     Rescue(schema, heartbeat=settings.heartbeat, stale_after=settings.stale_after),
                     Deadlines(schema, heartbeat=settings.heartbeat, stale_after=settings.stale_after),
-                    Ring(schema, retention=settings.completed_retention, rotate_after=settings.rotate_after),
+                    Ring(
+                        schema,
+                        retention=settings.completed_retention,
+                        rotate_after=settings.rotate_after,
+                        examine=dependents.examine,
+                    ),
                     Retention(schema, failed=settings.failed_retention, dead=settings.dead_retention),
                     Summarize(schema),
                 ],

@@ -1409,6 +1409,79 @@ BEGIN
     END IF;
 END $$;
 
+CREATE FUNCTION awa.look_at_parents_v1(p_ids bigint[], p_slots smallint[], p_queues text[], p_lanes smallint[], p_xids xid8[], p_entries bigint[], p_ats timestamp with time zone[], p_claims bigint[], p_idx smallint[]) RETURNS TABLE(id bigint, state text, slot smallint, queue text, lane smallint, xid xid8, entry_id bigint, available_at timestamp with time zone, claim_id bigint, idx smallint)
+    LANGUAGE plpgsql
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET jit TO 'off'
+    AS $$
+#variable_conflict use_column
+DECLARE
+    v_states text[];        -- by position
+    v_known boolean[];      -- by position: the entry that the caller says is there
+    v_searched bigint[];
+BEGIN
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        RAISE EXCEPTION 'awa.look_at_parents needs READ COMMITTED: an older snapshot would take a job for gone'
+              USING ERRCODE = 'AWA02';
+    END IF;
+    LOCK TABLE awa.jobs IN ACCESS SHARE MODE;
+    v_states := ARRAY(
+        SELECT coalesce((SELECT 'waiting' FROM awa.waiting_jobs w WHERE w.id = u.id),
+                        (SELECT e.state FROM awa.ended_jobs e WHERE e.id = u.id))
+          FROM unnest(p_ids) WITH ORDINALITY AS u(id, n) ORDER BY u.n);
+    v_known := ARRAY(
+        SELECT u.state IS NULL
+               AND EXISTS (SELECT FROM awa.jobs j WHERE j.slot = u.slot AND j.queue = u.queue AND j.lane = u.lane
+                                                    AND j.xid = u.xid AND j.entry_id = u.entry_id OFFSET 0)
+          FROM unnest(v_states, p_slots, p_queues, p_lanes, p_xids, p_entries) WITH ORDINALITY
+               AS u(state, slot, queue, lane, xid, entry_id, n) ORDER BY u.n);
+    v_searched := ARRAY(SELECT u.id FROM unnest(p_ids, v_states, v_known) AS u(id, state, known)
+                         WHERE u.state IS NULL AND NOT u.known);
+    RETURN QUERY
+        WITH place AS MATERIALIZED (
+            SELECT false AS is_newest, u.id, u.slot, u.queue, u.lane, u.xid, u.entry_id, u.available_at, u.claim_id, u.idx
+              FROM unnest(p_ids, v_known, p_slots, p_queues, p_lanes, p_xids, p_entries, p_ats, p_claims, p_idx)
+                   AS u(id, known, slot, queue, lane, xid, entry_id, available_at, claim_id, idx)
+             WHERE u.known
+             UNION ALL
+            SELECT true, e.id, e.slot, e.queue, e.lane, e.xid, e.entry_id, e.available_at, NULL, NULL
+              FROM awa.newest_entries(v_searched, 8) e
+        ), frontier AS MATERIALIZED (
+            SELECT q.queue, awa.frontier_of(q.queue) AS frontier FROM (SELECT DISTINCT queue FROM place) q
+        )
+        SELECT p.id,
+               CASE WHEN p.entry_id IS NULL THEN 'gone'
+                    WHEN e.outcome IN ('completed', 'failed', 'cancelled') THEN e.outcome
+                    -- The rest left the job to a successor, which is in this snapshot too, or has ended and is gone.
+                    WHEN e.outcome IS NOT NULL
+                    THEN coalesce((SELECT 'waiting' FROM awa.waiting_jobs w WHERE w.id = p.id),
+                                  (SELECT t.state FROM awa.ended_jobs t WHERE t.id = p.id),
+                                  CASE WHEN p.is_newest THEN 'gone' END)
+                    WHEN EXISTS (SELECT FROM awa.completions x
+                                  WHERE x.slot = p.slot AND x.claim_id = c.claim_id AND c.idx = ANY (x.idx) OFFSET 0)
+                    THEN 'completed'
+                    ELSE 'open' END,
+               p.slot, p.queue, p.lane, p.xid, p.entry_id, p.available_at, c.claim_id, c.idx
+          FROM place p
+          LEFT JOIN LATERAL (SELECT t.outcome FROM awa.attempt_ends t
+                              WHERE t.slot = p.slot AND t.entry_id = p.entry_id LIMIT 1) e ON true
+          LEFT JOIN LATERAL (
+               SELECT p.claim_id, p.idx WHERE p.claim_id IS NOT NULL
+               UNION ALL
+               SELECT t.claim_id, t.idx
+                 FROM awa.claim_of(p.slot, p.queue, p.lane, p.xid, p.entry_id, p.available_at) t
+                WHERE p.claim_id IS NULL AND e.outcome IS NULL
+                  AND CASE WHEN p.lane = 0 THEN true    -- else it is available, most of the time
+                           ELSE awa.has_passed((SELECT f.frontier FROM frontier f WHERE f.queue = p.queue),
+                                               p.lane, p.xid, p.entry_id) END) c ON true;
+    RETURN QUERY
+        SELECT u.id, u.state, NULL::smallint, NULL::text, NULL::smallint, NULL::xid8, NULL::bigint, NULL::timestamptz,
+               NULL::bigint, NULL::smallint
+          FROM unnest(p_ids, v_states) AS u(id, state) WHERE u.state IS NOT NULL;
+END $$;
+
 CREATE FUNCTION awa.move_v1(p_id bigint, p_queue text, OUT happened text, OUT state text) RETURNS record
     LANGUAGE plpgsql
     SET plan_cache_mode TO 'force_generic_plan'
@@ -1480,6 +1553,51 @@ BEGIN
             RETURN;
         END IF;
         PERFORM pg_sleep(0.01 + 0.03 * random());
+    END LOOP;
+END $$;
+
+CREATE FUNCTION awa.newest_entries(p_ids bigint[], p_searches integer) RETURNS TABLE(id bigint, slot smallint, queue text, lane smallint, xid xid8, entry_id bigint, available_at timestamp with time zone)
+    LANGUAGE plpgsql STABLE
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'on'
+    SET jit TO 'off'
+    SET max_parallel_workers_per_gather TO '0'
+    AS $$
+#variable_conflict use_column
+DECLARE
+    r record;
+BEGIN
+    FOR r IN
+        WITH near AS (
+            SELECT u.id, u.id / 10000 AS part, count(*) OVER (PARTITION BY u.id / 10000) >= 5 AS is_dense
+              FROM unnest(p_ids) AS u(id)
+        )
+        SELECT array_agg(n.id) AS ids, min(n.id) AS lo, max(n.id) AS hi, true AS is_dense
+          FROM near n WHERE n.is_dense GROUP BY n.part
+        UNION ALL
+        SELECT array_agg(n.id), NULL, NULL, false
+          FROM (SELECT n.id, (row_number() OVER (ORDER BY n.id) - 1) / 32 AS part FROM near n WHERE NOT n.is_dense) n
+         GROUP BY n.part
+         LIMIT p_searches
+    LOOP
+        IF r.is_dense THEN
+            RETURN QUERY
+                SELECT u.id, e.slot, e.queue, e.lane, e.xid, e.entry_id, e.available_at
+                  FROM unnest(r.ids) u(id)
+                  LEFT JOIN (SELECT DISTINCT ON (j.id) *
+                               FROM awa.jobs j
+                              WHERE j.id BETWEEN r.lo AND r.hi
+                                AND (j.id IN (SELECT t FROM unnest(r.ids) t)) IS TRUE  -- a look into a hash table
+                              ORDER BY j.id, j.entry_id DESC) e ON e.id = u.id;
+        ELSE
+            RETURN QUERY
+                SELECT u.id, e.slot, e.queue, e.lane, e.xid, e.entry_id, e.available_at
+                  FROM unnest(r.ids) u(id)
+                  LEFT JOIN (SELECT DISTINCT ON (j.id) *
+                               FROM awa.jobs j WHERE j.id = ANY (r.ids)
+                              ORDER BY j.id, j.entry_id DESC) e ON e.id = u.id;
+        END IF;
     END LOOP;
 END $$;
 
@@ -1633,11 +1751,24 @@ END $$;
 
 CREATE FUNCTION awa.prune_v1(p_slot smallint, p_entries bigint, p_file oid) RETURNS text
     LANGUAGE plpgsql SECURITY DEFINER
-    SET lock_timeout TO '10ms'
     SET search_path TO 'pg_catalog', 'pg_temp'
+    SET lock_timeout TO '10ms'
+    AS $$
+DECLARE
+    v_outcome text := awa.prune_v2(p_slot, p_entries, p_file, '{}');
+BEGIN
+    RETURN CASE v_outcome WHEN 'awaited' THEN 'busy' ELSE v_outcome END;
+END $$;
+
+CREATE FUNCTION awa.prune_v2(p_slot smallint, p_entries bigint, p_file oid, p_examined bigint[]) RETURNS text
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET lock_timeout TO '10ms'
     AS $_$
 DECLARE
     v_found bigint;
+    v_parents bigint[];
+    v_is_awaited boolean := false;
 BEGIN
     IF current_setting('transaction_isolation') <> 'read committed' THEN
         RAISE EXCEPTION 'awa.prune needs READ COMMITTED: an older snapshot would not see what was written last'
@@ -1673,11 +1804,28 @@ BEGIN
               WHERE t.claim_id < excluded.claim_id', p_slot);
         EXECUTE format('LOCK TABLE ONLY awa.jobs_%1$s, ONLY awa.claims_%1$s, ONLY awa.completions_%1$s,'
                        ' ONLY awa.attempt_ends_%1$s IN ACCESS EXCLUSIVE MODE', p_slot);
+        v_parents := ARRAY(SELECT DISTINCT p
+                             FROM awa.waiting_jobs w CROSS JOIN LATERAL unnest(w.parents) p
+                            WHERE w.waits_for = 'parent'
+                              AND (w.id IN (SELECT e FROM unnest(p_examined) e)) IS NOT TRUE
+                            LIMIT 101);
+        IF cardinality(v_parents) > 100 THEN
+            v_is_awaited := true;
+        ELSIF cardinality(v_parents) > 0 THEN
+            EXECUTE format('SELECT EXISTS (SELECT FROM awa.jobs_%s j WHERE j.id = ANY ($1))', p_slot)
+               INTO v_is_awaited USING v_parents;
+        END IF;
+        IF v_is_awaited THEN
+            RAISE EXCEPTION 'awaited' USING ERRCODE = 'AWA09';
+        END IF;
         EXECUTE format('TRUNCATE ONLY awa.jobs_%1$s, ONLY awa.claims_%1$s, ONLY awa.completions_%1$s,'
                        ' ONLY awa.attempt_ends_%1$s', p_slot);
         UPDATE awa.ring SET opened_at = NULL, sealed_at = NULL WHERE slot = p_slot;
-    EXCEPTION WHEN lock_not_available OR deadlock_detected THEN
-        RETURN 'busy';
+    EXCEPTION
+        WHEN lock_not_available OR deadlock_detected THEN
+            RETURN 'busy';
+        WHEN SQLSTATE 'AWA09' THEN
+            RETURN 'awaited';
     END;
     RETURN 'pruned';
 END $_$;
@@ -1786,6 +1934,83 @@ BEGIN
             END;
         END LOOP;
     END;
+END $$;
+
+CREATE FUNCTION awa.resolve_parents_v1(p_ids bigint[], p_states jsonb, OUT started bigint[], OUT cancelled bigint[], OUT discarded bigint[], OUT skipped bigint[]) RETURNS record
+    LANGUAGE plpgsql
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET jit TO 'off'
+    AS $$
+#variable_conflict use_column
+DECLARE
+    v_now timestamptz := clock_timestamp();
+    v_queues text[];
+    v_is_soon boolean;
+BEGIN
+    WITH held AS MATERIALIZED (
+        SELECT w.id, w.parents, w.on_parent_failure, w.run_at FROM awa.waiting_jobs w
+         WHERE w.id = ANY (p_ids) AND w.waits_for = 'parent'
+         ORDER BY w.id
+           FOR UPDATE SKIP LOCKED
+    ), decided AS MATERIALIZED (
+        SELECT h.id, p.open, p.failed,
+               CASE WHEN p.failed IS NOT NULL AND h.on_parent_failure IS DISTINCT FROM 'run'
+                    THEN CASE h.on_parent_failure WHEN 'discard' THEN 'nowhere' ELSE 'ended' END
+                    WHEN p.open IS NOT NULL THEN 'stays'
+                    WHEN h.run_at > v_now THEN 'time'
+                    ELSE 'main' END AS goes
+          FROM held h
+         CROSS JOIN LATERAL (
+               SELECT array_agg(u.id ORDER BY u.n) FILTER (WHERE NOT p_states ? u.id::text) AS open,
+                      min(u.id) FILTER (WHERE p_states->>u.id::text <> 'completed') AS failed
+                 FROM unnest(h.parents) WITH ORDINALITY AS u(id, n)) p
+    ), taken AS (
+        DELETE FROM awa.waiting_jobs w
+         WHERE w.id = ANY (ARRAY(SELECT d.id FROM decided d WHERE d.goes IN ('ended', 'nowhere', 'main')))
+        RETURNING w.*
+    ), left_waiting AS (
+        UPDATE awa.waiting_jobs w
+           SET (waits_for, parents, on_parent_failure) = (
+                   SELECT CASE d.goes WHEN 'time' THEN 'time' ELSE 'parent' END, d.open,
+                          CASE d.goes WHEN 'stays' THEN w.on_parent_failure END
+                     FROM decided d WHERE d.id = w.id)
+         WHERE w.id = ANY (ARRAY(SELECT d.id FROM decided d WHERE d.goes IN ('stays', 'time')))
+        RETURNING w.waits_for, w.run_at
+    ), appended AS (
+        INSERT INTO awa.jobs (id, created_at, lane, priority, attempt, max_attempts, timeout_ms, queue, kind, args,
+                              metadata, tags, concurrency_key, ordering_key, unique_key, expires_at, follow_ups, history)
+        SELECT t.id, t.created_at, 2 * t.priority + 1, t.priority, t.attempt, t.max_attempts, t.timeout_ms, t.queue,
+               t.kind, t.args, t.metadata, t.tags, t.concurrency_key, t.ordering_key, t.unique_key, t.expires_at,
+               t.follow_ups, t.history
+          FROM (SELECT t.* FROM taken t JOIN decided d USING (id) WHERE d.goes = 'main' ORDER BY t.id) t
+    ), ended AS (
+        INSERT INTO awa.ended_jobs (id, created_at, state, priority, attempt, max_attempts, timeout_ms, queue, kind, args,
+                                    metadata, tags, concurrency_key, ordering_key, unique_key, follow_ups, history)
+        SELECT t.id, t.created_at, 'cancelled', t.priority, t.attempt, t.max_attempts, t.timeout_ms, t.queue, t.kind,
+               t.args, t.metadata, t.tags, t.concurrency_key, t.ordering_key, t.unique_key, t.follow_ups,
+               awa.add_history(t.history, t.attempt, 'cancelled', v_now, NULL, NULL, awa.cancel_error(
+                   format('it was to run after job %s, which %s', d.failed,
+                          CASE p_states->>d.failed::text WHEN 'failed' THEN 'has failed'
+                               WHEN 'cancelled' THEN 'was cancelled' ELSE 'is gone: its history was deleted' END), NULL))
+          FROM taken t JOIN decided d USING (id) WHERE d.goes = 'ended'
+    )
+    SELECT coalesce(array_agg(d.id) FILTER (WHERE d.goes IN ('main', 'time')), '{}'),
+           coalesce(array_agg(d.id) FILTER (WHERE d.goes = 'ended'), '{}'),
+           coalesce(array_agg(d.id) FILTER (WHERE d.goes = 'nowhere'), '{}'),
+           ARRAY(SELECT w.id FROM awa.waiting_jobs w WHERE w.id = ANY (p_ids) AND w.waits_for = 'parent'
+                 EXCEPT SELECT h.id FROM held h),
+           (SELECT array_agg(DISTINCT t.queue) FROM taken t JOIN decided n USING (id) WHERE n.goes = 'main'),
+           (SELECT bool_or(l.waits_for = 'time' AND l.run_at < v_now + interval '1.5 s') FROM left_waiting l)
+      INTO started, cancelled, discarded, skipped, v_queues, v_is_soon
+      FROM decided d;
+    IF v_queues IS NOT NULL THEN
+        PERFORM awa.ring(v_queues);
+    END IF;
+    IF v_is_soon THEN
+        PERFORM pg_notify(awa.channel(), '');    -- the caller may hold the leader's bell itself, which hides it from ring
+    END IF;
 END $$;
 
 CREATE FUNCTION awa.ring(p_queues text[]) RETURNS void
@@ -2555,6 +2780,8 @@ CREATE INDEX waiting_jobs_due ON awa.waiting_jobs USING btree (run_at) WHERE (wa
 
 CREATE INDEX waiting_jobs_kind ON awa.waiting_jobs USING btree (queue, wait_key, priority, seq) WHERE (waits_for = 'kind'::text);
 
+CREATE INDEX waiting_jobs_parent ON awa.waiting_jobs USING btree (id) WHERE (waits_for = 'parent'::text);
+
 CREATE INDEX waiting_jobs_state ON awa.waiting_jobs USING btree (queue, state, id);
 
 ALTER INDEX awa.attempt_ends_claim ATTACH PARTITION awa.attempt_ends_0_claim_id_idx;
@@ -2588,6 +2815,8 @@ REVOKE ALL ON FUNCTION awa.find_job_v2(p_id bigint) FROM PUBLIC;
 REVOKE ALL ON FUNCTION awa.holder_v1(p_key bytea) FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION awa.prune_v1(p_slot smallint, p_entries bigint, p_file oid) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION awa.prune_v2(p_slot smallint, p_entries bigint, p_file oid, p_examined bigint[]) FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION awa.rotate_v1() FROM PUBLIC;
 
