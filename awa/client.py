@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 from psycopg import Connection
 
@@ -23,6 +23,7 @@ from awa.storage.jobs import JobInfo
 from awa.storage.pool import Pool
 from awa.storage.pooler import declare_as
 from awa.storage.schema import Schema
+from awa.unique import Unique, check_key
 from awa.version import VERSION
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 H = TypeVar("H", bound=Callable[[], object])
 
-_NO_OPTIONS = (None,) * 11
+_NO_OPTIONS = (None,) * 12
 
 
 class Client:
@@ -113,6 +114,7 @@ class Client:
         retry: RetryPolicy | None = None,
         retry_on: type[BaseException] | Sequence[type[BaseException]] | None = None,
         fail_on: type[BaseException] | Sequence[type[BaseException]] | None = None,
+        unique: Unique | None = None,
     ) -> Callable[[Callable[P, R]], Task[P, R]]:
         """Declare the function below as the handler of a kind of jobs. It stays callable as itself.
 
@@ -127,6 +129,7 @@ class Client:
             retry: Attempt number -> seconds until the next; see ``awa.exponential``, ``awa.linear``, ``awa.fixed``.
             retry_on: When given, only these exceptions are retried.
             fail_on: These exceptions fail the job at once.
+            unique: What makes its jobs equal, of which there is one at most; an insert may say otherwise.
 
         Raises:
             ConfigError: The function cannot be a handler, or an option cannot work.
@@ -142,6 +145,7 @@ class Client:
             retry=retry,
             retry_on=retry_on,
             fail_on=fail_on,
+            unique=unique,
         )
 
         def declare(func: Callable[P, R]) -> Task[P, R]:
@@ -184,6 +188,7 @@ class Client:
         delay: float | timedelta | None = None,
         tags: Iterable[str] | None = None,
         metadata: dict[str, Any] | None = None,
+        unique: Unique | Literal[False] | None = None,
         after: Parents | None = None,
         after_failed: str | None = None,
         conn: Lent | None = None,
@@ -192,18 +197,32 @@ class Client:
 
         Args:
             args: An instance of a task's args type, ``task.bind(...)``, a NewJob, or a mapping together with *kind*.
-            kind, queue, priority, max_attempts, timeout, run_at, delay, tags, metadata, after, after_failed: See
-                :class:`awa.NewJob`.
+            kind, queue, priority, max_attempts, timeout, run_at, delay, tags, metadata, unique, after,
+                after_failed: See :class:`awa.NewJob`.
             conn: A psycopg connection or cursor whose transaction the job joins; it is never committed or rolled back
                 here. None writes and commits at once.
 
         Raises:
             ValidationError: Args or an option cannot be stored; nothing was sent.
             ConfigError: Nothing says which kind it is.
+            UniqueConflict: An equal job exists, and *unique* says to raise; the transaction of *conn* stays usable.
             JobNotFound: There is no such job as *after* names, or its history is gone; nothing was inserted.
         """
         item = args
-        said = (kind, queue, priority, max_attempts, timeout, run_at, delay, tags, metadata, after, after_failed)
+        said = (
+            kind,
+            queue,
+            priority,
+            max_attempts,
+            timeout,
+            run_at,
+            delay,
+            tags,
+            metadata,
+            unique,
+            after,
+            after_failed,
+        )
         if said != _NO_OPTIONS:
             given = {
                 "kind": kind,
@@ -215,6 +234,7 @@ class Client:
                 "delay": delay,
                 "tags": tags,
                 "metadata": metadata,
+                "unique": unique,
                 "after": after,
                 "after_failed": after_failed,
             }
@@ -231,6 +251,7 @@ class Client:
         Raises:
             ValidationError: An item cannot be stored, and ``.path`` says which; or *items* are not several.
             ConfigError: Nothing says which kind one is.
+            UniqueConflict: An equal job exists, and an item says to raise; the transaction of *conn* stays usable.
             JobNotFound: An item runs after a job that does not exist; nothing was inserted.
         """
         return [Inserted(*written, self) for written in self._producer.insert_many(items, conn)]
@@ -238,8 +259,8 @@ class Client:
     def insert_many_copy(self, items: Iterable[Any], *, conn: Lent | None = None) -> int:
         """Write many jobs by COPY, all or nothing; returns how many. The fastest way in, and it takes an iterator.
 
-        The jobs are available at once: ``run_at`` and ``delay`` are refused. An item that is refused leaves the
-        transaction of *conn* as it was before the call.
+        The jobs are available at once: ``run_at``, ``delay`` and ``unique`` are refused. An item that is refused leaves
+        the transaction of *conn* as it was before the call.
 
         Raises:
             ValidationError: As for :meth:`insert_many`.
@@ -292,6 +313,22 @@ class Client:
         force = options.check_flag(force, "force")
         with self._own() as conn:
             return repeated(lambda: control.cancel_job(conn, self._schema, job_id, reason=reason, force=force))
+
+    def cancel_by_unique_key(self, key: bytes, *, reason: str | None = None, force: bool = False) -> Controlled:
+        """Cancel the job that holds a unique key, as :meth:`cancel` does.
+
+        Args:
+            key: 16 bytes, as :func:`awa.unique_key` gives them.
+
+        Raises:
+            JobNotFound: No job holds it.
+            JobBusy: As for :meth:`cancel`.
+            ValidationError: *key* is no key, *reason* cannot be stored, or *force* is no bool.
+        """
+        key, reason = check_key(key), options.check_reason(reason)
+        force = options.check_flag(force, "force")
+        with self._own() as conn:
+            return repeated(lambda: control.cancel_holder(conn, self._schema, key, reason=reason, force=force))
 
     # --- working ----------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from itertools import chain, islice
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from psycopg import Connection, Cursor
 
@@ -18,12 +18,17 @@ from awa.errors import ConfigError, ValidationError
 from awa.job import JobId
 from awa.registry import BoundArgs, Registry, Task, TaskOptions
 from awa.storage import jobs
+from awa.storage.clock import DatabaseClock
 from awa.storage.connection import repeated
-from awa.storage.jobs import JobInfo, JobRow, Written
+from awa.storage.jobs import JobInfo, JobRow, KeyAt, Written
 from awa.storage.schema import Schema
+from awa.unique import Unique, check_unique
 
 FIRST_LOOK = 500
 """Jobs of a COPY that are validated before anything is sent."""
+
+NOT_BY_COPY = {"run_at": "run_at", "delay": "delay", "unique": "unique", "follow_ups": "follow-ups", "parents": "after"}
+"""Fields of a row, and the option that fills each."""
 
 Lent = Connection[Any] | Cursor[Any]
 """What ``conn=`` takes."""
@@ -65,6 +70,8 @@ class NewJob:
     """At most 20, for finding it again."""
     metadata: dict[str, Any] | None = field(default=None, kw_only=True)
     """JSON that travels with the job and is not given to the handler as args."""
+    unique: Unique | Literal[False] | None = field(default=None, kw_only=True)
+    """What makes it equal to others, of which there is one at most; False: nothing, whatever its task says."""
     after: Parents | None = field(default=None, kw_only=True)
     """Runs when these jobs, 1 to 100, have completed: what an insert returned, or ids. With *run_at* or *delay*, not
     before that either."""
@@ -131,13 +138,14 @@ def prepare(item: object, registry: Registry, defaults: Defaults) -> JobRow:
         else:
             kind, body, task = _body(item, None, registry, defaults)
         said = _NOTHING if task is None else task.options
-        return JobRow(
+        row = JobRow(
             said.queue or defaults.queue,
             kind,
             body,
             said.priority or defaults.priority,
             said.max_attempts or defaults.max_attempts,
         )
+        return row if said.unique is None else _with_key(row, said.unique)
     new = item
     given_kind = None if new.kind is None else options.check_kind(new.kind)
     kind, body, task = _body(new.args, given_kind, registry, defaults)
@@ -155,7 +163,7 @@ def prepare(item: object, registry: Registry, defaults: Defaults) -> JobRow:
             path="after_failed",
             value=after_failed,
         )
-    return JobRow(
+    row = JobRow(
         (said.queue or defaults.queue) if new.queue is None else options.check_queue(new.queue),
         kind,
         body,
@@ -171,9 +179,27 @@ def prepare(item: object, registry: Registry, defaults: Defaults) -> JobRow:
         parents=parents,
         on_parent_failure=after_failed,
     )
+    if new.unique is None:
+        return row if said.unique is None else _with_key(row, said.unique)
+    if new.unique is False:
+        return row
+    unique = check_unique(new.unique)
+    assert unique is not None
+    unique.check_names((codec_for(type(new.args)) if task is None else task.codec).names, kind)
+    return _with_key(row, unique)
 
 
 _NOTHING = TaskOptions()
+
+
+def _with_key(row: JobRow, unique: Unique) -> JobRow:
+    """*row* with its key; with what gives the key from the database's time, when that is part of it."""
+    if unique.period is not None and row.run_at is None:
+        delay = row.delay or 0.0
+        key: bytes | KeyAt = lambda now: unique.key(row.kind, row.args, row.queue, now + delay)  # noqa: E731
+    else:
+        key = unique.key(row.kind, row.args, row.queue, None if row.run_at is None else row.run_at.timestamp())
+    return row._replace(unique=key, on_conflict=unique.on_conflict)
 
 
 def _body(
@@ -263,14 +289,20 @@ class Producer:
     """Whether to wake idle workers."""
     own: Callable[[], AbstractContextManager[Connection]]
     """Lends a connection of the library's own, in autocommit mode."""
+    clock: DatabaseClock = field(default_factory=DatabaseClock)
+    """For keys with a period."""
 
     def insert(self, item: object, conn: Lent | None) -> Written:
         """Write one job, in the transaction of *conn* or in one of its own."""
         row = prepare(item, self.registry, self.defaults)
         if conn is not None:
-            return jobs.insert_job(lent(conn), self.schema, row, notify=self.notify)
+            writing = lent(conn)
+            [row] = self._timed([row], writing)
+            return jobs.insert_job(writing, self.schema, row, notify=self.notify)
         with self.own() as borrowed:
-            return repeated(lambda: jobs.insert_job(borrowed, self.schema, row, notify=self.notify))
+            return repeated(
+                lambda: jobs.insert_job(borrowed, self.schema, *self._timed([row], borrowed), notify=self.notify)
+            )
 
     def insert_many(self, items: Iterable[object], conn: Lent | None) -> list[Written]:
         """Write a batch by one statement, all or nothing; what became of each, in the order of *items*."""
@@ -278,9 +310,19 @@ class Producer:
         if not rows:
             return []
         if conn is not None:
-            return jobs.insert_jobs(lent(conn), self.schema, rows, notify=self.notify)
+            writing = lent(conn)
+            return jobs.insert_jobs(writing, self.schema, self._timed(rows, writing), notify=self.notify)
         with self.own() as borrowed:
-            return repeated(lambda: jobs.insert_jobs(borrowed, self.schema, rows, notify=self.notify))
+            return repeated(
+                lambda: jobs.insert_jobs(borrowed, self.schema, self._timed(rows, borrowed), notify=self.notify)
+            )
+
+    def _timed(self, rows: list[JobRow], conn: Connection[Any]) -> list[JobRow]:
+        """*rows* with the keys that depend on the database's time."""
+        if not any(callable(row.unique) for row in rows):
+            return rows
+        now = self.clock.read(conn)
+        return [row._replace(unique=row.unique(now)) if callable(row.unique) else row for row in rows]
 
     def insert_many_copy(self, items: Iterable[object], conn: Lent | None) -> int:
         """Write jobs by COPY, all or nothing; they are validated as they stream."""
@@ -292,20 +334,13 @@ class Producer:
     def _stream(self, items: Iterable[object]) -> Iterator[JobRow]:
         for position, item in enumerate(_several(items)):
             row = self._at(position, item)
-            if row.run_at is not None or row.delay:
-                given = "delay" if row.run_at is None else "run_at"
+            given = next((name for name in NOT_BY_COPY if getattr(row, name) is not None), None)
+            if given is not None:
                 raise ValidationError(
-                    f"items[{position}] has {given}, but insert_many_copy takes jobs that are available at once: "
-                    "use insert_many for the others",
-                    path=f"items[{position}].{given}",
+                    f"items[{position}] has {NOT_BY_COPY[given]}, but insert_many_copy takes jobs that are available "
+                    "at once and have nothing to do with others: use insert_many for it",
+                    path=f"items[{position}].{NOT_BY_COPY[given]}",
                     value=getattr(row, given),
-                )
-            if row.parents is not None:
-                raise ValidationError(
-                    f"items[{position}] has after, but insert_many_copy takes jobs that are available at once: "
-                    "use insert_many for the others",
-                    path=f"items[{position}].after",
-                    value=row.parents,
                 )
             yield row
 

@@ -40,6 +40,7 @@ from awa.worker.identity import Identity
 from awa.worker.known import KnownClaims
 from awa.worker.maintenance.deadlines import Deadlines
 from awa.worker.maintenance.dependents import Dependents
+from awa.worker.maintenance.keys import Keys
 from awa.worker.maintenance.loop import Maintenance
 from awa.worker.maintenance.promote import Promote
 from awa.worker.maintenance.rescue import Rescue
@@ -282,6 +283,7 @@ class Worker:
                     ),
                     Retention(schema, failed=settings.failed_retention, dead=settings.dead_retention),
                     Summarize(schema),
+                    Keys(schema),
                 ],
             ),
             Watch(
