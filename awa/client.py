@@ -113,6 +113,7 @@ class Client:
         retry: RetryPolicy | None = None,
         retry_on: type[BaseException] | Sequence[type[BaseException]] | None = None,
         fail_on: type[BaseException] | Sequence[type[BaseException]] | None = None,
+        keep_result: bool = False,
     ) -> Callable[[Callable[P, R]], Task[P, R]]:
         """Declare the function below as the handler of a kind of jobs. It stays callable as itself.
 
@@ -127,6 +128,8 @@ class Client:
             retry: Attempt number -> seconds until the next; see ``awa.exponential``, ``awa.linear``, ``awa.fixed``.
             retry_on: When given, only these exceptions are retried.
             fail_on: These exceptions fail the job at once.
+            keep_result: Keep what the handler returns, for :meth:`result`; a value that is no JSON, or longer than
+                ``max_args_bytes``, fails the job.
 
         Raises:
             ConfigError: The function cannot be a handler, or an option cannot work.
@@ -142,6 +145,7 @@ class Client:
             retry=retry,
             retry_on=retry_on,
             fail_on=fail_on,
+            keep_result=keep_result,
         )
 
         def declare(func: Callable[P, R]) -> Task[P, R]:

@@ -34,6 +34,7 @@ OWNERS_FUNCTIONS: Mapping[str, tuple[Part, ...]] = {
     "rotate_v1()": ("worker",),
     "summarize_v1(smallint, bigint, integer)": ("worker",),
     "find_job_v2(bigint)": ("worker", "producer", "reader"),
+    "outcome_v1(bigint[])": ("worker", "producer", "reader"),
     "cancel_v1(bigint, text, boolean)": ("worker", "producer"),
 }
 """The functions that act with the owner's rights, and who may call them."""
