@@ -20,6 +20,7 @@ from awa.errors import (
     StaleAttempt,
     StorageNotTrusted,
     TerminalError,
+    UniqueConflict,
     UnknownKind,
     ValidationError,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "StorageNotTrusted",
     "Task",
     "TerminalError",
+    "UniqueConflict",
     "UnknownKind",
     "ValidationError",
     "__version__",

@@ -216,7 +216,7 @@ class Client:
                 "metadata": metadata,
             }
             item = override(args if isinstance(args, NewJob) else NewJob(args), given)
-        return Inserted(self._producer.insert(item, conn), True, self)
+        return Inserted(*self._producer.insert(item, conn), self)
 
     def insert_many(self, items: Iterable[Any], *, conn: Lent | None = None) -> list[Inserted]:
         """Write a batch in one statement, all or nothing; the results come in the order of *items*.
@@ -229,7 +229,7 @@ class Client:
             ValidationError: An item cannot be stored, and ``.path`` says which; or *items* are not several.
             ConfigError: Nothing says which kind one is.
         """
-        return [Inserted(job_id, True, self) for job_id in self._producer.insert_many(items, conn)]
+        return [Inserted(*written, self) for written in self._producer.insert_many(items, conn)]
 
     def insert_many_copy(self, items: Iterable[Any], *, conn: Lent | None = None) -> int:
         """Write many jobs by COPY, all or nothing; returns how many. The fastest way in, and it takes an iterator.

@@ -19,7 +19,7 @@ from awa.job import JobId
 from awa.registry import BoundArgs, Registry, Task, TaskOptions
 from awa.storage import jobs
 from awa.storage.connection import repeated
-from awa.storage.jobs import JobInfo, JobRow
+from awa.storage.jobs import JobInfo, JobRow, Written
 from awa.storage.schema import Schema
 
 FIRST_LOOK = 500
@@ -236,7 +236,7 @@ class Producer:
     own: Callable[[], AbstractContextManager[Connection]]
     """Lends a connection of the library's own, in autocommit mode."""
 
-    def insert(self, item: object, conn: Lent | None) -> JobId:
+    def insert(self, item: object, conn: Lent | None) -> Written:
         """Write one job, in the transaction of *conn* or in one of its own."""
         row = prepare(item, self.registry, self.defaults)
         if conn is not None:
@@ -244,8 +244,8 @@ class Producer:
         with self.own() as borrowed:
             return repeated(lambda: jobs.insert_job(borrowed, self.schema, row, notify=self.notify))
 
-    def insert_many(self, items: Iterable[object], conn: Lent | None) -> list[JobId]:
-        """Write a batch by one statement, all or nothing; ids in the order of *items*."""
+    def insert_many(self, items: Iterable[object], conn: Lent | None) -> list[Written]:
+        """Write a batch by one statement, all or nothing; what became of each, in the order of *items*."""
         rows = [self._at(position, item) for position, item in enumerate(_several(items))]
         if not rows:
             return []

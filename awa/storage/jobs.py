@@ -18,7 +18,7 @@ from psycopg.pq import TransactionStatus
 from psycopg.rows import class_row, tuple_row
 
 from awa._core import int2_array, text_array
-from awa.errors import AwaError, JobNotFound, SchemaNotMigrated, StaleAttempt
+from awa.errors import AwaError, JobNotFound, SchemaNotMigrated, StaleAttempt, UniqueConflict
 from awa.job import JobId, JobState
 from awa.storage.rows import read_anything
 from awa.storage.schema import Schema
@@ -50,14 +50,39 @@ class JobRow(NamedTuple):  # a tuple: made once per job, in half the time of a f
     """Not before; None: at once, or after *delay*."""
     delay: float | None = None
     """Seconds from the database's now."""
+    unique: bytes | None = None
+    """The key it shares with its equals: 16 bytes, and a 17th with the states that hold it, if they are not the usual."""
+    on_conflict: str | None = None
+    """``return``, ``raise`` or ``replace``, when it has a key."""
+    follow_ups: bytes | None = None
+    """JSON text: what to enqueue when it has ended."""
+    parents: tuple[int, ...] | None = None
+    """The jobs that it waits for."""
+    on_parent_failure: str | None = None
+    """``cancel``, which is what None means, ``run`` or ``discard``."""
 
     @property
     def is_plain(self) -> bool:
         """It is available at once and has no rarely used option."""
         return self[5:] == _PLAIN
 
+    @property
+    def is_bound(self) -> bool:
+        """It has to do with other jobs: equal ones, those before it, or those after."""
+        return self[10:] != _UNBOUND
 
-_PLAIN = (None, None, None, None, None)
+
+_PLAIN = (None,) * 10
+_UNBOUND = (None,) * 5
+
+
+class Written(NamedTuple):
+    """What became of a row."""
+
+    id: JobId
+    """The job, or the one that has its key."""
+    is_new: bool = True
+    """Whether it was written."""
 
 
 # Ring for a queue only when somebody sleeps at its bell; see awa.ring in migrations/0002_bell.sql. Written into the
@@ -116,6 +141,15 @@ INSERT_ANY = """
     SELECT i.id, (SELECT {ring} FROM bells b) FROM input i ORDER BY i.n
 """
 
+ENQUEUE_MANY = """
+    SELECT n, id, is_new, problem
+      FROM awa.enqueue_many_v1(%(queues)b::text[], %(priorities)b::smallint[], %(kinds)b::text[], %(args)b::text[],
+                               %(max_attempts)b::smallint[], %(timeouts)s::integer[], %(tags)b::text[],
+                               %(metadata)b::text[], %(run_ats)b::text[], %(delays)s::double precision[],
+                               %(keys)s::bytea[], %(on_conflict)s::text[], %(follow_ups)b::text[], %(parents)s::text[],
+                               %(on_parent_failure)s::text[], %(notify)s::boolean)
+"""
+
 COPY = "COPY awa.jobs (queue, lane, priority, kind, args, max_attempts, timeout_ms, tags, metadata) FROM STDIN"
 
 RING = "SELECT awa.ring(%(queues)s)"
@@ -159,11 +193,14 @@ def refusal(conn: Connection[Any], schema: Schema, part: Part, error: psycopg.Er
     )
 
 
-def insert_job(conn: Connection[Any], schema: Schema, row: JobRow, *, notify: bool) -> JobId:
+def insert_job(conn: Connection[Any], schema: Schema, row: JobRow, *, notify: bool) -> Written:
     """Write one job in the transaction of *conn*.
 
     Args:
         notify: Whether to wake a worker that sleeps for the queue; it is woken when the transaction commits.
+
+    Raises:
+        UniqueConflict, JobNotFound: As for :func:`insert_jobs`.
     """
     if not row.is_plain:
         return insert_jobs(conn, schema, [row], notify=notify)[0]
@@ -173,7 +210,7 @@ def insert_job(conn: Connection[Any], schema: Schema, row: JobRow, *, notify: bo
     if kept is None or kept[0] is not schema or kept[1] is not notify:
         kept = schema, notify, _statement(schema, INSERT_ONE, notify), _cursor(conn)
     _, _, statement, cursor = kept
-    queue, kind, args, priority, max_attempts, *_ = row
+    queue, kind, args, priority, max_attempts = row[:5]
     try:
         # as text: the server knows the columns' types, and psycopg has one type to look up
         cursor.execute(statement, (queue, str(2 * priority + 1), str(priority), kind, args.decode(), str(max_attempts)))
@@ -182,7 +219,7 @@ def insert_job(conn: Connection[Any], schema: Schema, row: JobRow, *, notify: bo
     found = cursor.fetchone()
     assert found is not None
     conn.__dict__[_KEPT] = kept
-    return JobId(int(found[0]))
+    return Written(JobId(int(found[0])))
 
 
 _KEPT = "_awa_insert"
@@ -210,8 +247,13 @@ class _Int2sDumper(_ArrayDumper):
     oid = psycopg.postgres.types["int2"].array_oid
 
 
-def insert_jobs(conn: Connection[Any], schema: Schema, rows: Sequence[JobRow], *, notify: bool) -> list[JobId]:
-    """Write many jobs in one statement, in the transaction of *conn*; their ids come in the order of *rows*."""
+def insert_jobs(conn: Connection[Any], schema: Schema, rows: Sequence[JobRow], *, notify: bool) -> list[Written]:
+    """Write many jobs in one statement, in the transaction of *conn*; what became of them comes in the order of *rows*.
+
+    Raises:
+        UniqueConflict: A key of a row that refuses it is held; nothing is written, and the transaction stays usable.
+        JobNotFound: A parent does not exist; likewise.
+    """
     if not rows:
         return []
     params: dict[str, Any] = {
@@ -225,7 +267,8 @@ def insert_jobs(conn: Connection[Any], schema: Schema, rows: Sequence[JobRow], *
         text = INSERT_PLAIN
         params["bells"] = sorted({row.queue for row in rows})
     else:
-        text = INSERT_ANY
+        is_bound = any(row.is_bound for row in rows)
+        text = ENQUEUE_MANY if is_bound else INSERT_ANY
         params |= {
             "timeouts": [row.timeout_ms for row in rows],
             "tags": _Array(text_array([None if row.tags is None else orjson.dumps(row.tags) for row in rows])),
@@ -233,7 +276,48 @@ def insert_jobs(conn: Connection[Any], schema: Schema, rows: Sequence[JobRow], *
             "run_ats": _Array(text_array([None if row.run_at is None else row.run_at.isoformat() for row in rows])),
             "delays": [row.delay for row in rows],
         }
-    return [JobId(int(found[0])) for found in _rows(conn, schema, _statement(schema, text, notify), params)]
+        if is_bound:
+            params |= {
+                "keys": [row.unique for row in rows],
+                "on_conflict": [row.on_conflict for row in rows],
+                "follow_ups": _Array(text_array([row.follow_ups for row in rows])),
+                "parents": [None if row.parents is None else f"{{{','.join(map(str, row.parents))}}}" for row in rows],
+                "on_parent_failure": [row.on_parent_failure for row in rows],
+                "notify": notify,
+            }
+            return _enqueued(rows, _rows(conn, schema, schema.sql(text), params))
+    return [Written(JobId(int(found[0]))) for found in _rows(conn, schema, _statement(schema, text, notify), params)]
+
+
+def _enqueued(rows: Sequence[JobRow], found: list[tuple[Any, ...]]) -> list[Written]:
+    """What ``ENQUEUE_MANY`` says about *rows*.
+
+    Raises:
+        UniqueConflict, JobNotFound: The batch was not written.
+    """
+    n, other, _, problem = found[0]
+    if problem is None:
+        return [Written(JobId(job_id), is_new) for _, job_id, is_new, _ in found]
+    row = rows[n - 1]
+    where = f"items[{n - 1}]: " if len(rows) > 1 else ""
+    if problem == "no_parent":
+        raise JobNotFound(
+            f"{where}no job has the id {other} that it is to run after, or its history is gone: nothing was inserted",
+            job_id=other,
+        )
+    assert row.unique is not None
+    raise conflict(where, row.unique, None if other is None else JobId(other))
+
+
+def conflict(where: str, unique: bytes, other: JobId | None) -> UniqueConflict:
+    """What to raise when *other* has the key of a job; None: a job of the same batch."""
+    key = unique[:16]
+    who = f"job {other}" if other is not None else "another job of this batch"
+    return UniqueConflict(
+        f"{where}{who} has the unique key {key.hex()}, and on_conflict is 'raise': nothing was inserted",
+        existing_id=other,
+        key=key,
+    )
 
 
 def _rows(conn: Connection[Any], schema: Schema, statement: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
