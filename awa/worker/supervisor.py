@@ -18,7 +18,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -76,13 +75,17 @@ def make_handlers(registry: Registry, max_result_bytes: int) -> dict[str, Handle
     handlers = {}
     for kind in registry.kinds:
         task = registry.get(kind)
-        dump = None if task.dump_result is None else partial(task.dump_result, max_bytes=max_result_bytes)
+        dump = _limited(task.dump_result, max_result_bytes)
         handlers[kind] = Handler(
             kind, task.func, task.codec.load, is_typed=task.is_typed, dump_result=dump, options=task.options
         )
     if not handlers:
         raise ConfigError("no task is declared: decorate a function with @client.task() in the module that is loaded")
     return handlers
+
+
+def _limited(dump: Callable[[Any, int], bytes] | None, most: int) -> Callable[[object], bytes] | None:
+    return None if dump is None else lambda value: dump(value, most)
 
 
 class Worker:
