@@ -173,7 +173,7 @@ class OpenAttempt(Protocol):
 class Controls(Protocol):
     """What a job can do to its attempt; the worker is one."""
 
-    def complete(self, attempt: Any, conn: Connection[Any] | Cursor[Any]) -> None:
+    def complete(self, attempt: Any, conn: Connection[Any] | Cursor[Any], result: object = None) -> None:
         """See :meth:`Job.complete`."""
 
     def transaction(
@@ -250,16 +250,21 @@ class Job(Generic[A]):
         """Whether the attempt need not go on: somebody asked to cancel it, it was taken over, or its time is up."""
         return self._attempt.is_cancelled
 
-    def complete(self, conn: Connection[Any] | Cursor[Any]) -> None:
+    def complete(self, conn: Connection[Any] | Cursor[Any], *, result: object = None) -> None:
         """Complete this attempt inside the transaction of *conn*, so that both commit or neither does.
 
         The transaction must have begun in this handler. What the handler returns or raises after the commit is only
         logged; when the transaction is rolled back, it counts. In a :meth:`transaction` it is completed at the end.
 
+        Args:
+            result: What is kept for who asks for it, of a task that says ``keep_result=True``.
+
         Raises:
             StaleAttempt: The attempt was taken over. The transaction cannot commit any more.
+            ValidationError: *result* cannot be kept; nothing was sent.
+            ConfigError: There is a *result*, and jobs of this kind keep none.
         """
-        self._controls.complete(self._attempt, conn)
+        self._controls.complete(self._attempt, conn, result)
 
     def transaction(
         self, isolation_level: IsolationLevel | str | None = None

@@ -451,7 +451,9 @@ def _copy_text(text: bytes) -> bytes:
     return text.replace(b"\\", b"\\\\").replace(b"\t", b"\\t").replace(b"\n", b"\\n").replace(b"\r", b"\\r")
 
 
-COMPLETE = "SELECT awa.complete_v1(%s::bigint, %s::bigint, %s::smallint, %s::integer, %s::smallint, %s::integer)"
+COMPLETE = """
+    SELECT awa.complete_v2(%s::bigint, %s::bigint, %s::smallint, %s::integer, %s::smallint, %s::integer, %s::json, %s)
+"""
 
 
 def complete(
@@ -464,17 +466,24 @@ def complete(
     nonce: int,
     idx: int,
     elapsed_ms: int,
+    result: bytes | None,
+    notify: bool,
     job_id: int,
     entry_id: int,
 ) -> None:
     """Complete one attempt in the transaction of *conn*, at any isolation level.
+
+    Args:
+        result: JSON text that is kept; None: nothing is.
+        notify: Whether to wake workers for what follows, when the transaction commits.
 
     Raises:
         StaleAttempt: The attempt ended before; the transaction cannot commit any more.
     """
     try:
         with _cursor(conn) as cursor:
-            cursor.execute(schema.sql(COMPLETE), (runtime, claim_id, slot, nonce, idx, elapsed_ms))
+            kept = None if result is None else result.decode()
+            cursor.execute(schema.sql(COMPLETE), (runtime, claim_id, slot, nonce, idx, elapsed_ms, kept, notify))
     except psycopg.Error as error:
         stands = isinstance(error, psycopg.errors.UniqueViolation) and (error.diag.table_name or "").startswith(
             "attempt_ends"

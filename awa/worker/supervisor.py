@@ -65,8 +65,11 @@ FLUSH_OUT_OF_TURN = 0.02
 """Seconds that an outcome may wait while other jobs wait for a thread; with nothing to do it is recorded sooner."""
 
 
-def make_handlers(registry: Registry) -> dict[str, Handler]:
+def make_handlers(registry: Registry, max_result_bytes: int) -> dict[str, Handler]:
     """One handler per kind, aliases included.
+
+    Args:
+        max_result_bytes: Most bytes of a result that is kept.
 
     Raises:
         ConfigError: There is no task.
@@ -74,10 +77,17 @@ def make_handlers(registry: Registry) -> dict[str, Handler]:
     handlers = {}
     for kind in registry.kinds:
         task = registry.get(kind)
-        handlers[kind] = Handler(kind, task.func, task.codec.load, is_typed=task.is_typed, options=task.options)
+        dump = _limited(task.dump_result, max_result_bytes)
+        handlers[kind] = Handler(
+            kind, task.func, task.codec.load, is_typed=task.is_typed, dump_result=dump, options=task.options
+        )
     if not handlers:
         raise ConfigError("no task is declared: decorate a function with @client.task() in the module that is loaded")
     return handlers
+
+
+def _limited(dump: Callable[[Any, int], bytes] | None, most: int) -> Callable[[object], bytes] | None:
+    return None if dump is None else lambda value: dump(value, most)
 
 
 class Worker:
@@ -173,7 +183,7 @@ class Worker:
         if self._is_started:
             raise ConfigError("this worker was started before: make a new one")
         self._pid = os.getpid()
-        handlers = make_handlers(self._registry)
+        handlers = make_handlers(self._registry, self._settings.max_args_bytes)
         if self._settings.health_addr:
             from awa.worker.health import HealthServer  # http.server costs as much as all the rest
 
@@ -219,7 +229,7 @@ class Worker:
 
     def _build(self, handlers: Mapping[str, Handler]) -> None:
         settings, conninfo, schema, identity = self._settings, self._conninfo, self._schema, self._identity
-        attempts = Attempts(schema, self._outcomes, self._lend)
+        attempts = Attempts(schema, self._outcomes, self._lend, notify=settings.notify)
         listening = settings.listen_url or conninfo
         dependents = Dependents(schema)
         claimer = Claimer(

@@ -12,8 +12,8 @@ from psycopg import Connection, IsolationLevel
 from awa._core import Attempt
 from awa.errors import ConfigError, StaleAttempt
 
-Complete = Callable[[Attempt, Connection[Any]], None]
-"""Completes an attempt in the transaction of a connection."""
+Complete = Callable[[Attempt, Connection[Any], object], None]
+"""Completes an attempt in the transaction of a connection, with a result."""
 
 
 class Transactions:
@@ -25,7 +25,8 @@ class Transactions:
 
     def __init__(self, lend: Callable[[], AbstractContextManager[Connection[Any]]]) -> None:
         self._lend = lend
-        self._open: dict[Attempt, Connection[Any]] = {}  # one step each, so the interpreter's lock guards it
+        # The connection, and the result to keep. One step each, so the interpreter's lock guards it.
+        self._open: dict[Attempt, tuple[Connection[Any], object]] = {}
 
     @contextmanager
     def begin(
@@ -49,25 +50,27 @@ class Transactions:
             conn.isolation_level = level
             try:
                 with conn.transaction():
-                    self._open[attempt] = conn
+                    self._open[attempt] = conn, None
                     yield conn
-                    del self._open[attempt]
-                    complete(attempt, conn)
+                    _, result = self._open.pop(attempt)
+                    complete(attempt, conn, result)
             finally:
                 self._open.pop(attempt, None)
 
-    def completes(self, attempt: Attempt, conn: Connection[Any]) -> bool:
-        """Whether *conn* is in an open transaction that completes *attempt* at its end.
+    def completes(self, attempt: Attempt, conn: Connection[Any], result: object) -> bool:
+        """Whether *conn* is in an open transaction that completes *attempt* at its end, then with *result*.
 
         Raises:
             ConfigError: There is one, on another connection.
         """
         opened = self._open.get(attempt)
-        if opened is not None and opened is not conn:
+        if opened is not None and opened[0] is not conn:
             raise ConfigError(
                 f"job.transaction() of job {attempt.id} is open, and completes it at its end: "
                 "complete(conn) on another connection would be the second time"
             )
+        if opened is not None:
+            self._open[attempt] = conn, result
         return opened is not None
 
 

@@ -50,6 +50,46 @@ BEGIN
     EXECUTE format('ANALYZE awa.jobs_%1$s, awa.claims_%1$s, awa.completions_%1$s, awa.attempt_ends_%1$s', p_slot);
 END $_$;
 
+CREATE FUNCTION awa.append_follow_ups(p_ids bigint[], p_jobs json[], p_notify boolean) RETURNS void
+    LANGUAGE plpgsql
+    AS $$
+DECLARE
+    v_bells text[];
+BEGIN
+    WITH child AS MATERIALIZED (
+        SELECT nextval('awa.entry_id_seq') AS id, t.*
+          FROM (SELECT p.n AS parent, r.n, coalesce(r.queue, 'default') AS queue, r.kind, coalesce(r.args, '{}') AS args,
+                       coalesce(r.priority, 2::smallint) AS priority, coalesce(r.max_attempts, 25::smallint) AS max_attempts,
+                       r.timeout_ms, r.tags, r.metadata,
+                       coalesce(r.run_at, clock_timestamp() + r.delay * interval '1 s') AS run_at,
+                       concat('{"of":', p.id, ',"completed":' || (r.follow_ups->'completed')::text,
+                              ',"failed":' || (r.follow_ups->'failed')::text,
+                              ',"cancelled":' || (r.follow_ups->'cancelled')::text, '}')::json AS follow_ups
+                  FROM unnest(p_ids, p_jobs) WITH ORDINALITY AS p(id, jobs, n)
+                 CROSS JOIN LATERAL awa.follow_up_rows(p.jobs) r
+                 ORDER BY p.n, r.n) t
+    ), sorted AS MATERIALIZED (
+        SELECT c.*, coalesce(c.run_at <= clock_timestamp(), true) AS is_due FROM child c
+    ), available AS (
+        INSERT INTO awa.jobs (entry_id, id, queue, lane, priority, kind, args, max_attempts, timeout_ms, tags, metadata,
+                              follow_ups)
+        SELECT c.id, c.id, c.queue, 2 * c.priority + 1, c.priority, c.kind, c.args, c.max_attempts, c.timeout_ms, c.tags,
+               c.metadata, c.follow_ups
+          FROM sorted c WHERE c.is_due ORDER BY c.id
+    ), scheduled AS (
+        INSERT INTO awa.waiting_jobs (id, run_at, queue, priority, kind, args, max_attempts, timeout_ms, tags, metadata,
+                                      follow_ups)
+        SELECT c.id, c.run_at, c.queue, c.priority, c.kind, c.args, c.max_attempts, c.timeout_ms, c.tags, c.metadata,
+               c.follow_ups
+          FROM sorted c WHERE NOT c.is_due
+    )
+    SELECT array_agg(DISTINCT CASE WHEN c.is_due THEN c.queue ELSE '' END) INTO v_bells
+      FROM sorted c WHERE c.is_due OR c.run_at < clock_timestamp() + interval '1.5 s';
+    IF p_notify AND v_bells IS NOT NULL THEN
+        PERFORM awa.ring(v_bells);
+    END IF;
+END $$;
+
 CREATE FUNCTION awa.cancel_error(p_reason text, p_error json) RETURNS json
     LANGUAGE sql IMMUTABLE
     AS $$
@@ -72,6 +112,7 @@ DECLARE
     v_error json := awa.cancel_error(p_reason, NULL);
     v_is_ours boolean;
     p record;
+    a record;               -- what follows from its end
 BEGIN
     IF current_setting('transaction_isolation') <> 'read committed' THEN
         RAISE EXCEPTION 'awa.cancel needs READ COMMITTED: an older snapshot would miss a claim' USING ERRCODE = 'AWA02';
@@ -92,31 +133,48 @@ BEGIN
                     DELETE FROM awa.waiting_jobs w
                      WHERE w.id = (SELECT t.id FROM awa.waiting_jobs t WHERE t.id = p_id FOR UPDATE SKIP LOCKED)
                     RETURNING w.*
+                ), judged AS MATERIALIZED (
+                    SELECT t.*, f.jobs, f.flaw
+                      FROM taken t LEFT JOIN LATERAL awa.follow_ups_after(t.follow_ups, 'cancelled') f ON true
+                ), ended AS (
+                    INSERT INTO awa.ended_jobs (id, created_at, state, priority, attempt, max_attempts, timeout_ms, queue,
+                                                kind, args, metadata, tags, concurrency_key, ordering_key, unique_key,
+                                                follow_ups, history)
+                    SELECT t.id, t.created_at, 'cancelled', t.priority, t.attempt, t.max_attempts, t.timeout_ms, t.queue,
+                           t.kind, t.args, t.metadata, t.tags, t.concurrency_key, t.ordering_key, t.unique_key,
+                           t.follow_ups,
+                           awa.add_history(t.history, t.attempt, 'cancelled', clock_timestamp(), NULL, NULL,
+                                           awa.with_flaw(v_error, t.flaw))
+                      FROM judged t
                 )
-                INSERT INTO awa.ended_jobs (id, created_at, state, priority, attempt, max_attempts, timeout_ms, queue,
-                                            kind, args, metadata, tags, concurrency_key, ordering_key, unique_key,
-                                            follow_ups, history)
-                SELECT t.id, t.created_at, 'cancelled', t.priority, t.attempt, t.max_attempts, t.timeout_ms, t.queue,
-                       t.kind, t.args, t.metadata, t.tags, t.concurrency_key, t.ordering_key, t.unique_key,
-                       t.follow_ups,
-                       awa.add_history(t.history, t.attempt, 'cancelled', clock_timestamp(), NULL, NULL, v_error)
-                  FROM taken t;
+                SELECT t.jobs, t.unique_key INTO a FROM judged t;
                 IF FOUND THEN
+                    PERFORM awa.conclude(ARRAY[p_id], ARRAY['cancelled'], ARRAY[a.jobs], ARRAY[a.unique_key]);
                     happened := 'cancelled';
                     state := 'cancelled';
                     RETURN;
                 END IF;
             ELSIF p.place = 'available'
                   AND pg_try_advisory_xact_lock(hashtextextended('awa.queue:' || p.queue, 0)) THEN
-                INSERT INTO awa.ended_jobs (id, created_at, state, priority, attempt, max_attempts, timeout_ms, queue,
-                                            kind, args, metadata, tags, concurrency_key, ordering_key, unique_key,
-                                            follow_ups, history)
-                SELECT j.id, coalesce(j.created_at, j.available_at), 'cancelled', j.priority, j.attempt, j.max_attempts,
-                       j.timeout_ms, j.queue, j.kind, j.args, j.metadata, j.tags, j.concurrency_key, j.ordering_key,
-                       j.unique_key, j.follow_ups,
-                       awa.add_history(j.history, j.attempt, 'cancelled', clock_timestamp(), NULL, NULL, v_error)
-                  FROM awa.end_unclaimed(p.queue, p.slot, p.lane, p.xid, p.entry_id, 'cancelled', v_error) j;
+                WITH taken AS MATERIALIZED (
+                    SELECT * FROM awa.end_unclaimed(p.queue, p.slot, p.lane, p.xid, p.entry_id, 'cancelled', v_error)
+                ), judged AS MATERIALIZED (
+                    SELECT t.*, f.jobs, f.flaw
+                      FROM taken t LEFT JOIN LATERAL awa.follow_ups_after(t.follow_ups, 'cancelled') f ON true
+                ), ended AS (
+                    INSERT INTO awa.ended_jobs (id, created_at, state, priority, attempt, max_attempts, timeout_ms, queue,
+                                                kind, args, metadata, tags, concurrency_key, ordering_key, unique_key,
+                                                follow_ups, history)
+                    SELECT j.id, coalesce(j.created_at, j.available_at), 'cancelled', j.priority, j.attempt, j.max_attempts,
+                           j.timeout_ms, j.queue, j.kind, j.args, j.metadata, j.tags, j.concurrency_key, j.ordering_key,
+                           j.unique_key, j.follow_ups,
+                           awa.add_history(j.history, j.attempt, 'cancelled', clock_timestamp(), NULL, NULL,
+                                           awa.with_flaw(v_error, j.flaw))
+                      FROM judged j
+                )
+                SELECT j.jobs, j.unique_key INTO a FROM judged j;
                 IF FOUND THEN
+                    PERFORM awa.conclude(ARRAY[p_id], ARRAY['cancelled'], ARRAY[a.jobs], ARRAY[a.unique_key]);
                     happened := 'cancelled';
                     state := 'cancelled';
                     RETURN;
@@ -441,7 +499,9 @@ BEGIN
                                            THEN json_build_object('tags', j.tags, 'metadata', j.metadata,
                                                                   'timeout_ms', j.timeout_ms)::text END AS details,
                                       CASE WHEN j.attempt > 1 AND j.lane % 2 = 0
-                                           THEN j.history->-1->>'outcome' = 'rescued' END AS rescued
+                                           THEN j.history->-1->>'outcome' = 'rescued' END AS rescued,
+                                      j.follow_ups::text LIKE '%"completed"%'
+                                      OR octet_length(j.unique_key) > 16 AND get_byte(j.unique_key, 16) & 32 = 0 AS single
                                  FROM awa.jobs j
                                 WHERE j.queue = p_queue AND j.lane = w.lane
                                   AND (j.xid, j.entry_id) > (w.lo_xid, w.lo_entry)
@@ -469,6 +529,7 @@ BEGIN
                        array_agg(k.max_attempts) AS max_attempts, array_agg(k.kind) AS kinds,
                        array_agg(k.created_at) AS created_at,
                        array_agg(k.details) AS details, count(k.details) AS n_details,
+                       array_agg(k.entry_id) FILTER (WHERE k.single) AS singles,
                        v_direct IS NULL AND bool_or(k.rescued) AS alone,
                        max(k.attempt) AS top_attempt, min(k.max_attempts) AS lo_max, max(k.max_attempts) AS hi_max,
                        string_agg(k.args, '') FILTER (WHERE k.bytes <= c_bytes) AS args,
@@ -522,8 +583,9 @@ BEGIN
             v_flags := v_flags | CASE WHEN g.alone THEN 8 ELSE 0 END;
             v_claim := nextval('awa.claim_id_seq');
             v_nonce := (random() * 2147483647)::integer;
-            INSERT INTO awa.claims (claim_id, runtime, nonce, slot, lane, queue, frontier, entry_ids, xids)
-            VALUES (v_claim, p_runtime, v_nonce, g.slot, g.lane, p_queue, v_next, g.entry_ids, g.xids);
+            INSERT INTO awa.claims (claim_id, runtime, nonce, slot, lane, queue, frontier, entry_ids, xids, singles)
+            VALUES (v_claim, p_runtime, v_nonce, g.slot, g.lane, p_queue, v_next, g.entry_ids, g.xids,
+                    CASE WHEN g.singles IS NOT NULL THEN awa.positions(g.entry_ids, g.singles) END);
             RETURN QUERY SELECT 0, v_claim, g.slot, v_nonce,
                 (CASE WHEN g.lane = 0 THEN v_aside ELSE g.lane / 2 END)::smallint, g.ids,
                 CASE WHEN g.entry_ids <> g.ids THEN g.entry_ids END, CASE WHEN g.top_attempt > 1 THEN g.attempts END,
@@ -611,31 +673,71 @@ BEGIN
 END $_$;
 
 CREATE FUNCTION awa.complete_v1(p_runtime bigint, p_claim bigint, p_slot smallint, p_nonce integer, p_idx smallint, p_elapsed integer) RETURNS bigint
+    LANGUAGE sql
+    AS $$
+    SELECT awa.complete_v2(p_runtime, p_claim, p_slot, p_nonce, p_idx, p_elapsed)
+$$;
+
+CREATE FUNCTION awa.complete_v2(p_runtime bigint, p_claim bigint, p_slot smallint, p_nonce integer, p_idx smallint, p_elapsed integer, p_result json DEFAULT NULL::json, p_notify boolean DEFAULT true) RETURNS bigint
     LANGUAGE plpgsql
     SET enable_seqscan TO 'off'
     SET jit TO 'off'
     AS $_$
 DECLARE
     v_entry bigint;
+    v_id bigint;
+    v_jobs json;
 BEGIN
     IF p_slot NOT BETWEEN 0 AND 7 THEN
         RAISE EXCEPTION 'slot % does not exist', p_slot USING ERRCODE = '22023';
     END IF;
     EXECUTE format(
-        'INSERT INTO awa.attempt_ends_%1$s (entry_id, claim_id, id, slot, outcome, elapsed_ms)
-         SELECT j.entry_id, c.claim_id, j.id, %1$s, ''completed'', $5
-           FROM awa.claims_%1$s c
-           JOIN awa.jobs_%1$s j ON j.queue = c.queue AND j.lane = c.lane AND j.xid = c.xids[$4]
-                               AND j.entry_id = c.entry_ids[$4]
-          WHERE c.runtime = $1 AND c.claim_id = $2 AND c.nonce = $3
-         RETURNING entry_id', p_slot)
-       INTO v_entry USING p_runtime, p_claim, p_nonce, p_idx, p_elapsed;
+        'WITH found AS MATERIALIZED (
+             SELECT j.entry_id, c.claim_id, j.id, f.jobs, f.flaw
+               FROM awa.claims_%1$s c
+               JOIN awa.jobs_%1$s j ON j.queue = c.queue AND j.lane = c.lane AND j.xid = c.xids[$4]
+                                   AND j.entry_id = c.entry_ids[$4]
+               LEFT JOIN LATERAL (SELECT f.* FROM awa.follow_ups_after(j.follow_ups, ''completed'') f
+                                   WHERE j.follow_ups IS NOT NULL OFFSET 0) f ON true
+              WHERE c.runtime = $1 AND c.claim_id = $2 AND c.nonce = $3
+         ), ended AS (
+             INSERT INTO awa.attempt_ends_%1$s (entry_id, claim_id, id, slot, outcome, elapsed_ms, error, result)
+             SELECT f.entry_id, f.claim_id, f.id, %1$s, ''completed'', $5, awa.with_flaw(NULL, f.flaw), $6 FROM found f
+             RETURNING entry_id
+         )
+         SELECT e.entry_id, f.id, f.jobs FROM ended e JOIN found f USING (entry_id)', p_slot)
+       INTO v_entry, v_id, v_jobs USING p_runtime, p_claim, p_nonce, p_idx, p_elapsed, p_result;
     IF v_entry IS NULL THEN
         RAISE EXCEPTION 'this attempt is not open: claim % of runtime % is unknown', p_claim, p_runtime
               USING ERRCODE = 'AWA04';
     END IF;
+    IF v_jobs IS NOT NULL THEN
+        PERFORM awa.append_follow_ups(ARRAY[v_id], ARRAY[v_jobs], p_notify);
+    END IF;
     RETURN v_entry;
 END $_$;
+
+CREATE FUNCTION awa.conclude(p_ids bigint[], p_outcomes text[], p_jobs json[], p_keys bytea[]) RETURNS void
+    LANGUAGE plpgsql
+    AS $$
+BEGIN
+    IF num_nonnulls(VARIADIC p_jobs) > 0 THEN
+        PERFORM awa.append_follow_ups(p_ids, p_jobs, true);
+    END IF;
+    IF num_nonnulls(VARIADIC p_keys) > 0 THEN
+        DELETE FROM awa.job_uniques u
+         WHERE u.key = ANY (ARRAY(
+               SELECT t.key
+                 FROM (SELECT p.id, substring(p.key FOR 16) AS key
+                         FROM unnest(p_ids, p_outcomes, p_keys) AS p(id, outcome, key)
+                        WHERE CASE WHEN octet_length(p.key) > 16 THEN get_byte(p.key, 16) ELSE 63 END
+                              & CASE p.outcome WHEN 'completed' THEN 32 WHEN 'failed' THEN 64 ELSE 128 END = 0
+                        ORDER BY 2) p
+                CROSS JOIN LATERAL (SELECT t.key FROM awa.job_uniques t WHERE t.key = p.key AND t.id = p.id
+                                       FOR UPDATE SKIP LOCKED) t));
+    END IF;
+    PERFORM awa.wake_waiters(p_ids);
+END $$;
 
 CREATE FUNCTION awa.cut_wait_key() RETURNS trigger
     LANGUAGE plpgsql
@@ -652,6 +754,10 @@ DECLARE
     v_done integer[];
     v_bells text[];
     v_requests bigint[];
+    v_final bigint[];
+    v_outcomes text[];
+    v_jobs json[];
+    v_keys bytea[];
 BEGIN
     WITH member AS MATERIALIZED (
         SELECT o.n::integer AS n, c.slot, c.queue, c.lane, c.claim_id, o.outcome, o.delay, o.elapsed, o.error,
@@ -682,22 +788,30 @@ BEGIN
                               WHERE j.slot = m.slot AND j.queue = m.queue AND j.lane = m.lane AND j.xid = m.xid
                                 AND j.entry_id = m.entry_id LIMIT 1) j
          ORDER BY m.slot, m.entry_id, m.n
+    ), judged AS MATERIALIZED (
+        SELECT b.*, f.jobs, f.flaw
+          FROM body b
+          LEFT JOIN LATERAL (SELECT f.* FROM awa.follow_ups_after(b.follow_ups, b.outcome) f
+                              WHERE b.follow_ups IS NOT NULL OFFSET 0) f ON true
     ), ended AS (
-        INSERT INTO awa.attempt_ends (entry_id, claim_id, flush, id, slot, outcome, ended_at, elapsed_ms, error)
-        SELECT b.entry_id, b.claim_id, p_flush, b.id, b.slot, b.outcome, b.at, b.elapsed, b.error
-          FROM body b ORDER BY b.slot, b.entry_id
+        INSERT INTO awa.attempt_ends (entry_id, claim_id, flush, id, slot, outcome, ended_at, elapsed_ms, error, result)
+        SELECT b.entry_id, b.claim_id, p_flush, b.id, b.slot, b.outcome, b.at, b.elapsed,
+               awa.with_flaw(CASE WHEN b.outcome <> 'completed' THEN b.error END, b.flaw),
+               CASE WHEN b.outcome = 'completed' THEN b.error END
+          FROM judged b ORDER BY b.slot, b.entry_id
             ON CONFLICT DO NOTHING
         RETURNING slot, entry_id
     ), done AS MATERIALIZED (
         SELECT b.*, CASE WHEN b.outcome IN ('retried', 'rescued') THEN b.attempt + 1 ELSE b.attempt END AS next_attempt,
                CASE WHEN b.outcome IN ('retried', 'rescued', 'failed', 'cancelled')
-                    THEN awa.add_history(b.history, b.attempt, b.asked, b.at, b.elapsed, p_runtime, b.error)
+                    THEN awa.add_history(b.history, b.attempt, b.asked, b.at, b.elapsed, p_runtime,
+                                         awa.with_flaw(b.error, b.flaw))
                     ELSE b.history END AS next_history,
                CASE WHEN b.outcome IN ('released', 'rescued') THEN 'express'
                     WHEN b.outcome IN ('retried', 'snoozed') AND b.delay = 0 THEN 'main'
                     WHEN b.outcome IN ('retried', 'snoozed') THEN 'waiting'
                     WHEN b.outcome IN ('failed', 'cancelled') THEN 'ended' END AS goes
-          FROM body b JOIN ended USING (slot, entry_id)
+          FROM judged b JOIN ended USING (slot, entry_id)
     ), appended AS (
         INSERT INTO awa.jobs (id, created_at, lane, priority, attempt, max_attempts, timeout_ms, queue, kind, args,
                               metadata, tags, concurrency_key, ordering_key, unique_key, expires_at, follow_ups, history)
@@ -726,14 +840,21 @@ BEGIN
     SELECT coalesce(array_agg(d.n), '{}'),
            array_agg(DISTINCT d.queue) FILTER (WHERE d.goes IN ('express', 'main'))
            || CASE WHEN bool_or(d.goes = 'waiting' AND d.delay < 1.5) THEN '{""}'::text[] END,
-           array_agg(d.entry_id) FILTER (WHERE d.has_request)
-      INTO v_done, v_bells, v_requests
+           array_agg(d.entry_id) FILTER (WHERE d.has_request),
+           array_agg(d.id ORDER BY d.n) FILTER (WHERE d.outcome IN ('completed', 'failed', 'cancelled')),
+           array_agg(d.outcome ORDER BY d.n) FILTER (WHERE d.outcome IN ('completed', 'failed', 'cancelled')),
+           array_agg(d.jobs ORDER BY d.n) FILTER (WHERE d.outcome IN ('completed', 'failed', 'cancelled')),
+           array_agg(d.unique_key ORDER BY d.n) FILTER (WHERE d.outcome IN ('completed', 'failed', 'cancelled'))
+      INTO v_done, v_bells, v_requests, v_final, v_outcomes, v_jobs, v_keys
       FROM done d;
     IF v_bells IS NOT NULL THEN
         PERFORM awa.ring(v_bells);
     END IF;
     IF v_requests IS NOT NULL THEN
         DELETE FROM awa.cancel_requests r WHERE r.entry_id = ANY (v_requests);
+    END IF;
+    IF v_final IS NOT NULL THEN
+        PERFORM awa.conclude(v_final, v_outcomes, v_jobs, v_keys);
     END IF;
     RETURN v_done;
 END $$;
@@ -1254,10 +1375,48 @@ BEGIN
         elapsed_ms := (v_last->>'elapsed_ms')::integer;
     END IF;
     SELECT t.hostname, t.pid INTO hostname, pid FROM awa.runtime_instances t WHERE t.id = runtime;
-    IF v_state <> 'completed' THEN
-        error := coalesce(v_error, awa.error_of(v_last));
-    END IF;
+    error := CASE WHEN v_state = 'completed' THEN v_error ELSE coalesce(v_error, awa.error_of(v_last)) END;
     RETURN NEXT;
+END $$;
+
+CREATE FUNCTION awa.follow_up_rows(p_jobs json) RETURNS TABLE(n bigint, kind text, queue text, args json, priority smallint, max_attempts smallint, timeout_ms integer, tags text[], metadata json, run_at timestamp with time zone, delay double precision, follow_ups json)
+    LANGUAGE sql STABLE
+    AS $$
+    SELECT x.n, x.kind, x.queue, x.args, x.priority, x.max_attempts, x.timeout_ms, x.tags, x.metadata, x.run_at, x.delay,
+           x.follow_ups
+      FROM ROWS FROM (json_to_recordset(p_jobs)
+                      AS (kind text, queue text, args json, priority smallint, max_attempts smallint, timeout_ms integer,
+                          tags text[], metadata json, run_at timestamptz, delay double precision, follow_ups json))
+           WITH ORDINALITY AS x(kind, queue, args, priority, max_attempts, timeout_ms, tags, metadata, run_at, delay,
+                                follow_ups, n)
+$$;
+
+CREATE FUNCTION awa.follow_ups_after(p_follow_ups json, p_outcome text, OUT jobs json, OUT flaw text) RETURNS record
+    LANGUAGE plpgsql STABLE
+    AS $$
+BEGIN
+    IF p_outcome NOT IN ('completed', 'failed', 'cancelled')
+       OR p_follow_ups::text LIKE '%"' || p_outcome || '"%' IS NOT TRUE THEN
+        RETURN;
+    END IF;
+    jobs := p_follow_ups->p_outcome;
+    SELECT format('%s[%s] %s', p_outcome, x.n - 1, x.flaw) INTO flaw
+      FROM (SELECT t.n, CASE WHEN coalesce(length(t.kind), 0) NOT BETWEEN 1 AND 200
+                             THEN 'needs a kind of 1 to 200 characters'
+                             WHEN length(t.queue) NOT BETWEEN 1 AND 200 THEN 'has a queue that has not 1 to 200 characters'
+                             WHEN t.priority NOT BETWEEN 1 AND 4 THEN 'has a priority that is not 1 to 4'
+                             WHEN t.max_attempts NOT BETWEEN 1 AND 1000 THEN 'has max_attempts that are not 1 to 1000'
+                             WHEN t.timeout_ms < 0 THEN 'has a timeout below 0'
+                             WHEN t.delay NOT BETWEEN 0 AND 315360000 THEN 'has a delay that is not 0 s to ten years'
+                             WHEN NOT isfinite(t.run_at) THEN 'has a run_at that never comes' END AS flaw
+              FROM awa.follow_up_rows(jobs) t) x
+     WHERE x.flaw IS NOT NULL ORDER BY x.n LIMIT 1;
+    IF flaw IS NOT NULL THEN
+        jobs := NULL;
+    END IF;
+EXCEPTION WHEN OTHERS THEN
+    jobs := NULL;
+    flaw := format('%s cannot be read: %s', p_outcome, SQLERRM);
 END $$;
 
 CREATE FUNCTION awa.frontier_of(p_queue text) RETURNS awa.lane_frontier[]
@@ -1646,6 +1805,28 @@ CREATE FUNCTION awa.open_attempts() RETURNS TABLE(slot smallint, runtime bigint,
        AND NOT EXISTS (SELECT FROM awa.attempt_ends e WHERE e.slot = c.slot AND e.entry_id = m.entry_id)
 $$;
 
+CREATE FUNCTION awa.outcome_v1(p_ids bigint[]) RETURNS TABLE(id bigint, state text, result json, error json)
+    LANGUAGE plpgsql STABLE SECURITY DEFINER
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET jit TO 'off'
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    AS $$
+#variable_conflict use_column
+BEGIN
+    RETURN QUERY
+        SELECT p.id, o.state, o.result, o.error
+          FROM unnest(p_ids) AS p(id)
+         CROSS JOIN LATERAL (
+               SELECT w.state, NULL::json AS result, NULL::json AS error FROM awa.waiting_jobs w WHERE w.id = p.id
+               UNION ALL
+               SELECT t.state, NULL, awa.error_of(t.history->-1) FROM awa.ended_jobs t WHERE t.id = p.id
+               UNION ALL
+               (SELECT t.outcome, t.result, t.error FROM awa.attempt_ends t
+                 WHERE t.id = p.id AND t.outcome = 'completed' LIMIT 1)) o;
+END $$;
+
 CREATE FUNCTION awa.overdue(p_runtime bigint, p_behind double precision, p_limit integer, p_skip integer) RETURNS TABLE(claim_id bigint, slot smallint, nonce integer, idx smallint, attempt smallint, limit_ms integer)
     LANGUAGE plpgsql STABLE
     SET plan_cache_mode TO 'force_generic_plan'
@@ -1735,6 +1916,12 @@ BEGIN
       INTO lo_xid, lo_entry, hi_xid, hi_entry
       FROM (SELECT * FROM clipped ORDER BY lo_xid, lo_entry) c;
 END $$;
+
+CREATE FUNCTION awa.positions(p_entries bigint[], p_some bigint[]) RETURNS smallint[]
+    LANGUAGE sql IMMUTABLE
+    AS $$
+    SELECT array_agg(m.n::smallint) FROM unnest(p_entries) WITH ORDINALITY AS m(entry_id, n) WHERE m.entry_id = ANY (p_some)
+$$;
 
 CREATE FUNCTION awa.promote_v1(p_floor timestamp with time zone, p_limit integer) RETURNS integer
     LANGUAGE plpgsql
@@ -2050,6 +2237,12 @@ BEGIN
     END IF;
 END $$;
 
+CREATE FUNCTION awa.result_channel() RETURNS text
+    LANGUAGE sql IMMUTABLE
+    AS $$
+    SELECT 'awa_' || left(encode(sha256(convert_to('awa.result', 'UTF8')), 'hex'), 16)
+$$;
+
 CREATE FUNCTION awa.ring(p_queues text[]) RETURNS void
     LANGUAGE plpgsql
     AS $$
@@ -2129,7 +2322,7 @@ BEGIN
               FROM unnest(p_claims, p_slots, p_nonces, p_lo, p_hi) WITH ORDINALITY AS u(claim, slot, nonce, lo, hi, n)
              CROSS JOIN LATERAL (SELECT FROM awa.claims c
                                   WHERE c.slot = u.slot AND c.runtime = p_runtime AND c.claim_id = u.claim
-                                    AND c.nonce = u.nonce LIMIT 1) c
+                                    AND c.nonce = u.nonce AND c.singles IS NULL LIMIT 1) c
              WHERE NOT EXISTS (SELECT FROM awa.attempt_ends e WHERE e.slot = u.slot AND e.claim_id = u.claim OFFSET 0)
         ), recorded AS (
             INSERT INTO awa.completions (claim_id, flush, slot, idx, elapsed_ms)
@@ -2137,8 +2330,9 @@ BEGIN
         )
         SELECT array_agg(g.n) INTO v_done FROM good g;
         IF coalesce(cardinality(v_done), 0) < cardinality(p_claims) THEN
-            -- some member of these claims has ended otherwise, or the claim is not ours: look at each
-            FOR r IN SELECT u.*, c.entry_ids, c.claim_id IS NOT NULL AS ours
+            -- some member of these claims has ended otherwise, or something follows from its success, or the claim is not
+            -- ours: look at each
+            FOR r IN SELECT u.*, c.entry_ids, c.claim_id IS NOT NULL AS ours, c.singles
                        FROM unnest(p_claims, p_slots, p_nonces, p_lo, p_hi) WITH ORDINALITY
                             AS u(claim, slot, nonce, lo, hi, n)
                        LEFT JOIN LATERAL (SELECT * FROM awa.claims c
@@ -2148,6 +2342,20 @@ BEGIN
             LOOP
                 v_idx := p_idx[r.lo:r.hi];
                 v_elapsed := p_elapsed[r.lo:r.hi];
+                IF r.ours AND r.singles && v_idx THEN
+                    SELECT array_agg(m.i) FILTER (WHERE NOT m.single), array_agg(m.ms) FILTER (WHERE NOT m.single),
+                           o_claims || array_agg(r.claim) FILTER (WHERE m.single),
+                           o_slots || array_agg(r.slot) FILTER (WHERE m.single),
+                           o_nonces || array_agg(r.nonce) FILTER (WHERE m.single),
+                           o_idx || array_agg(m.i) FILTER (WHERE m.single),
+                           o_outcomes || array_agg('completed'::text) FILTER (WHERE m.single),
+                           o_delays || array_agg(0::double precision) FILTER (WHERE m.single),
+                           o_elapsed || array_agg(m.ms) FILTER (WHERE m.single),
+                           o_errors || array_agg(NULL::text) FILTER (WHERE m.single)
+                      INTO v_idx, v_elapsed, o_claims, o_slots, o_nonces, o_idx, o_outcomes, o_delays, o_elapsed, o_errors
+                      FROM (SELECT t.i, t.ms, t.i = ANY (r.singles) AS single
+                              FROM unnest(v_idx, v_elapsed) AS t(i, ms)) m;
+                END IF;
                 v_entries := CASE WHEN r.ours THEN ARRAY(SELECT e.entry_id FROM awa.attempt_ends e
                                                           WHERE e.slot = r.slot AND e.claim_id = r.claim) END;
                 RETURN QUERY SELECT r.claim, i FROM unnest(v_idx) i
@@ -2168,17 +2376,29 @@ BEGIN
     IF cardinality(o_claims) > 0 THEN
         v_done := awa.end_attempts(p_runtime, p_flush, o_claims, o_slots, o_nonces, o_idx, o_outcomes, o_delays,
                                    o_elapsed, o_errors);
-        -- a repeated flush finds its own ends and is silent about them
-        RETURN QUERY
-            SELECT u.claim, u.idx
-              FROM unnest(o_claims, o_slots, o_idx) WITH ORDINALITY AS u(claim, slot, idx, n)
-             WHERE u.n <> ALL (v_done)
-               AND NOT EXISTS (SELECT FROM awa.attempt_ends e
-                                WHERE e.slot = u.slot AND e.claim_id = u.claim AND e.flush = p_flush
-                                  AND e.entry_id = (SELECT c.entry_ids[u.idx] FROM awa.claims c
-                                                     WHERE c.slot = u.slot AND c.runtime = p_runtime
-                                                       AND c.claim_id = u.claim LIMIT 1)
-                               OFFSET 0);
+        IF cardinality(v_done) < cardinality(o_claims) THEN
+            -- a repeated flush finds its own ends and is silent about them
+            RETURN QUERY
+                SELECT u.claim, u.idx
+                  FROM unnest(o_claims, o_slots, o_idx) WITH ORDINALITY AS u(claim, slot, idx, n)
+                 WHERE u.n <> ALL (v_done)
+                   AND NOT EXISTS (SELECT FROM awa.attempt_ends e
+                                    WHERE e.slot = u.slot AND e.claim_id = u.claim AND e.flush = p_flush
+                                      AND e.entry_id = (SELECT c.entry_ids[u.idx] FROM awa.claims c
+                                                         WHERE c.slot = u.slot AND c.runtime = p_runtime
+                                                           AND c.claim_id = u.claim LIMIT 1)
+                                   OFFSET 0);
+            -- what a handler completed in its own transaction told nobody who waits for the result
+            PERFORM awa.wake_waiters(ARRAY(
+                SELECT e.id
+                  FROM unnest(o_claims, o_slots, o_idx) WITH ORDINALITY AS u(claim, slot, idx, n)
+                 CROSS JOIN LATERAL (SELECT c.entry_ids[u.idx] AS entry_id FROM awa.claims c
+                                      WHERE c.slot = u.slot AND c.runtime = p_runtime AND c.claim_id = u.claim LIMIT 1) c
+                 CROSS JOIN LATERAL (SELECT e.id FROM awa.attempt_ends e
+                                      WHERE e.slot = u.slot AND e.entry_id = c.entry_id AND e.outcome = 'completed'
+                                      LIMIT 1) e
+                 WHERE u.n <> ALL (v_done)));
+        END IF;
     END IF;
 END $$;
 
@@ -2519,6 +2739,38 @@ BEGIN
     RETURN v_unknown;
 END $$;
 
+CREATE FUNCTION awa.wake_waiters(p_ids bigint[]) RETURNS void
+    LANGUAGE plpgsql
+    AS $$
+DECLARE
+    v_id bigint;
+    v_bell bigint;
+BEGIN
+    FOREACH v_id IN ARRAY p_ids LOOP
+        v_bell := hashtextextended('awa.result:' || v_id, 0);
+        IF pg_try_advisory_lock(v_bell) THEN
+            PERFORM pg_advisory_unlock(v_bell);
+        ELSE
+            PERFORM pg_notify(awa.result_channel(), v_id::text);
+        END IF;
+    END LOOP;
+END $$;
+
+CREATE FUNCTION awa.with_flaw(p_error json, p_flaw text) RETURNS json
+    LANGUAGE plpgsql IMMUTABLE
+    AS $$
+BEGIN
+    IF p_flaw IS NULL THEN
+        RETURN p_error;
+    END IF;
+    RETURN json_build_object('type', coalesce(p_error->>'type', 'FollowUpsLost'),
+                             'traceback', coalesce(p_error->>'traceback', ''), 'text',
+                             left(coalesce((p_error->>'text') || E'\n', '')
+                                  || 'its follow-ups were not inserted: ' || p_flaw, 4000));
+EXCEPTION WHEN OTHERS THEN
+    RETURN p_error;
+END $$;
+
 CREATE FUNCTION awa.xid_before(p_xid xid8) RETURNS xid8
     LANGUAGE sql IMMUTABLE
     AS $$
@@ -2534,7 +2786,8 @@ CREATE TABLE awa.attempt_ends (
     elapsed_ms integer,
     slot smallint NOT NULL,
     outcome text NOT NULL COLLATE pg_catalog."C",
-    error json
+    error json,
+    result json
 )
 PARTITION BY LIST (slot);
 
@@ -2547,7 +2800,8 @@ CREATE TABLE awa.attempt_ends_0 (
     elapsed_ms integer,
     slot smallint NOT NULL,
     outcome text NOT NULL COLLATE pg_catalog."C",
-    error json
+    error json,
+    result json
 )
 WITH (autovacuum_enabled=off, toast.autovacuum_enabled=off);
 
@@ -2580,7 +2834,8 @@ CREATE TABLE awa.claims (
     queue text NOT NULL COLLATE pg_catalog."C",
     frontier awa.lane_frontier[] NOT NULL,
     entry_ids bigint[] NOT NULL,
-    xids xid8[] NOT NULL
+    xids xid8[] NOT NULL,
+    singles smallint[]
 )
 PARTITION BY LIST (slot);
 
@@ -2594,7 +2849,8 @@ CREATE TABLE awa.claims_0 (
     queue text NOT NULL COLLATE pg_catalog."C",
     frontier awa.lane_frontier[] NOT NULL,
     entry_ids bigint[] NOT NULL,
-    xids xid8[] NOT NULL
+    xids xid8[] NOT NULL,
+    singles smallint[]
 )
 WITH (autovacuum_enabled=off, toast.autovacuum_enabled=off);
 
@@ -2842,6 +3098,10 @@ CREATE INDEX attempt_ends_claim ON ONLY awa.attempt_ends USING btree (claim_id);
 
 CREATE INDEX attempt_ends_0_claim_id_idx ON awa.attempt_ends_0 USING btree (claim_id);
 
+CREATE INDEX attempt_ends_completed ON ONLY awa.attempt_ends USING btree (id) WHERE (outcome = 'completed'::text);
+
+CREATE INDEX attempt_ends_0_id_idx ON awa.attempt_ends_0 USING btree (id) WHERE (outcome = 'completed'::text);
+
 CREATE INDEX attempt_ends_unclaimed ON ONLY awa.attempt_ends USING btree (slot) WHERE (claim_id IS NULL);
 
 CREATE INDEX attempt_ends_0_slot_idx ON awa.attempt_ends_0 USING btree (slot) WHERE (claim_id IS NULL);
@@ -2882,6 +3142,8 @@ CREATE INDEX waiting_jobs_state ON awa.waiting_jobs USING btree (queue, state, i
 
 ALTER INDEX awa.attempt_ends_claim ATTACH PARTITION awa.attempt_ends_0_claim_id_idx;
 
+ALTER INDEX awa.attempt_ends_completed ATTACH PARTITION awa.attempt_ends_0_id_idx;
+
 ALTER INDEX awa.attempt_ends_pkey ATTACH PARTITION awa.attempt_ends_0_pkey;
 
 ALTER INDEX awa.attempt_ends_unclaimed ATTACH PARTITION awa.attempt_ends_0_slot_idx;
@@ -2909,6 +3171,8 @@ REVOKE ALL ON FUNCTION awa.enqueue_v1(p_kind text, p_args json, p_queue text, p_
 REVOKE ALL ON FUNCTION awa.find_job_v2(p_id bigint) FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION awa.holder_v1(p_key bytea) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION awa.outcome_v1(p_ids bigint[]) FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION awa.prune_v1(p_slot smallint, p_entries bigint, p_file oid) FROM PUBLIC;
 

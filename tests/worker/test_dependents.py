@@ -125,7 +125,7 @@ def test_what_cannot_be_waited_for_is_refused_and_the_callers_transaction_goes_o
         with pytest.raises(ValidationError) as refused:
             client.insert_many([work.bind(), awa.NewJob(work.bind(), **options)])  # type: ignore[arg-type]
         assert refused.value.path == f"items[1].{path}"
-    with pytest.raises(ValidationError, match="insert_many for the others"):
+    with pytest.raises(ValidationError, match="use insert_many for it"):
         client.insert_many_copy([awa.NewJob(work.bind(), after=1)])
 
     elsewhere = awa.Client(database)
