@@ -2172,6 +2172,11 @@ DECLARE
     v_now timestamptz := clock_timestamp();
     v_queues text[];
     v_is_soon boolean;
+    v_places awa.job_uniques[];
+    v_ids bigint[];
+    v_outcomes text[];
+    v_jobs json[];
+    v_keys bytea[];
 BEGIN
     WITH held AS MATERIALIZED (
         SELECT w.id, w.parents, w.on_parent_failure, w.run_at FROM awa.waiting_jobs w
@@ -2209,26 +2214,58 @@ BEGIN
                t.kind, t.args, t.metadata, t.tags, t.concurrency_key, t.ordering_key, t.unique_key, t.expires_at,
                t.follow_ups, t.history
           FROM (SELECT t.* FROM taken t JOIN decided d USING (id) WHERE d.goes = 'main' ORDER BY t.id) t
+        RETURNING unique_key, id, slot, lane, xid, entry_id, queue
+    ), judged AS MATERIALIZED (
+        SELECT t.*, d.goes, d.failed, f.jobs, f.flaw
+          FROM taken t
+          JOIN decided d USING (id)
+          LEFT JOIN LATERAL awa.follow_ups_after(CASE d.goes WHEN 'ended' THEN t.follow_ups END, 'cancelled') f ON true
+         WHERE d.goes IN ('ended', 'nowhere')
     ), ended AS (
         INSERT INTO awa.ended_jobs (id, created_at, state, priority, attempt, max_attempts, timeout_ms, queue, kind, args,
                                     metadata, tags, concurrency_key, ordering_key, unique_key, follow_ups, history)
         SELECT t.id, t.created_at, 'cancelled', t.priority, t.attempt, t.max_attempts, t.timeout_ms, t.queue, t.kind,
                t.args, t.metadata, t.tags, t.concurrency_key, t.ordering_key, t.unique_key, t.follow_ups,
-               awa.add_history(t.history, t.attempt, 'cancelled', v_now, NULL, NULL, awa.cancel_error(
-                   format('it was to run after job %s, which %s', d.failed,
-                          CASE p_states->>d.failed::text WHEN 'failed' THEN 'has failed'
-                               WHEN 'cancelled' THEN 'was cancelled' ELSE 'is gone: its history was deleted' END), NULL))
-          FROM taken t JOIN decided d USING (id) WHERE d.goes = 'ended'
+               awa.add_history(t.history, t.attempt, 'cancelled', v_now, NULL, NULL, awa.with_flaw(awa.cancel_error(
+                   format('it was to run after job %s, which %s', t.failed,
+                          CASE p_states->>t.failed::text WHEN 'failed' THEN 'has failed'
+                               WHEN 'cancelled' THEN 'was cancelled' ELSE 'is gone: its history was deleted' END), NULL),
+                   t.flaw))
+          FROM judged t WHERE t.goes = 'ended'
+    ), conclusion AS (
+        SELECT array_agg(j.id) AS ids, array_agg('cancelled'::text) AS outcomes, array_agg(j.jobs) AS jobs,
+               array_agg(j.unique_key) AS keys
+          FROM judged j
+    ), destination AS (
+        SELECT array_agg(DISTINCT a.queue) AS queues,
+               array_agg(ROW(substr(a.unique_key, 1, 16), a.id, 63, a.slot, a.lane, a.xid, a.entry_id,
+                             a.queue)::awa.job_uniques)
+               FILTER (WHERE octet_length(a.unique_key) BETWEEN 16 AND 17) AS places
+          FROM appended a
     )
     SELECT coalesce(array_agg(d.id) FILTER (WHERE d.goes IN ('main', 'time')), '{}'),
            coalesce(array_agg(d.id) FILTER (WHERE d.goes = 'ended'), '{}'),
            coalesce(array_agg(d.id) FILTER (WHERE d.goes = 'nowhere'), '{}'),
            ARRAY(SELECT w.id FROM awa.waiting_jobs w WHERE w.id = ANY (p_ids) AND w.waits_for = 'parent'
                  EXCEPT SELECT h.id FROM held h),
-           (SELECT array_agg(DISTINCT t.queue) FROM taken t JOIN decided n USING (id) WHERE n.goes = 'main'),
+           (SELECT t.queues FROM destination t), (SELECT t.places FROM destination t), (SELECT c.ids FROM conclusion c),
+           (SELECT c.outcomes FROM conclusion c), (SELECT c.jobs FROM conclusion c), (SELECT c.keys FROM conclusion c),
            (SELECT bool_or(l.waits_for = 'time' AND l.run_at < v_now + interval '1.5 s') FROM left_waiting l)
-      INTO started, cancelled, discarded, skipped, v_queues, v_is_soon
+      INTO started, cancelled, discarded, skipped, v_queues, v_places, v_ids, v_outcomes, v_jobs, v_keys,
+           v_is_soon
       FROM decided d;
+    IF cardinality(cancelled) + cardinality(discarded) > 0 THEN
+        PERFORM awa.conclude(v_ids, v_outcomes, v_jobs, v_keys);
+    END IF;
+    IF v_places IS NOT NULL THEN        -- as awa.promote_v1 tells them
+        UPDATE awa.job_uniques u
+           SET slot = p.slot, lane = p.lane, xid = p.xid, entry_id = p.entry_id, queue = p.queue
+          FROM unnest(v_places) p
+         WHERE u.key = p.key AND u.id = p.id
+           AND u.key = ANY (ARRAY(SELECT t.key FROM awa.job_uniques t
+                                   WHERE t.key = ANY (ARRAY(SELECT k.key FROM unnest(v_places) k))
+                                   ORDER BY t.key FOR UPDATE SKIP LOCKED));
+    END IF;
     IF v_queues IS NOT NULL THEN
         PERFORM awa.ring(v_queues);
     END IF;

@@ -147,3 +147,39 @@ def test_what_cannot_be_waited_for_is_refused_and_the_callers_transaction_goes_o
     assert row == ([known.id, uncommitted.id],)
     assert count(conn, "SELECT count(*) FROM awa.jobs") == 3
     elsewhere.close()
+
+
+def test_what_follows_from_a_cancellation_follows_when_a_parent_has_failed(
+    client: awa.Client, start_worker: StartWorker, conn: Conn
+) -> None:
+    """Guards: resolve_parents_v1 applies the consequences, and tells a key where its job has gone."""
+    ran: list[str] = []
+
+    @client.task(max_attempts=1)
+    def work(name: str) -> None:
+        ran.append(name)
+        if name == "fails":
+            raise ValueError("as it should")
+
+    unique = awa.Unique()
+    bad, good = client.insert_many([work.bind("fails"), work.bind("good")])
+    options: dict[str, Any] = {"unique": unique, "on_cancelled": work.bind("told")}
+    cancelled = client.insert(work.bind("cancelled"), after=bad, **options)
+    discarded = client.insert(work.bind("discarded"), after=bad, after_failed="discard", **options)
+    runs = client.insert(awa.NewJob(work.bind("runs"), queue="elsewhere"), after=good, **options)
+    assert count(conn, "SELECT count(*) FROM awa.job_uniques") == 3
+    start_worker(client)
+    with pytest.raises(awa.JobFailed) as failed:
+        cancelled.result(timeout=30)
+    assert (failed.value.state, failed.value.error["text"]) == (  # type: ignore[index]
+        "cancelled",
+        f"it was to run after job {bad.id}, which has failed",
+    )
+    in_state(client, runs, "available", timeout=30)
+    wait_until(lambda: sorted(ran) == ["fails", "good", "told"], timeout=30)
+    with pytest.raises(JobNotFound):
+        discarded.get()
+    keys = "SELECT u.id FROM awa.job_uniques u LEFT JOIN awa.jobs j USING (slot, queue, lane, xid, entry_id)"
+    assert conn.execute(f"{keys} WHERE j.id = u.id").fetchall() == [(runs.id,)]
+    assert count(conn, "SELECT count(*) FROM awa.job_uniques") == 1
+    assert client.insert(work.bind("cancelled"), unique=unique).is_new

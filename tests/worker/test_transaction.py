@@ -291,3 +291,20 @@ def test_a_commit_whose_acknowledgement_is_lost_counts_if_it_was_made(
     assert count(ledger, "SELECT count(*) FROM awa.completions") == 0
     worker.stop()
     client.close()
+
+
+def test_a_result_is_kept_with_the_commit(client: awa.Client, start_worker: StartWorker) -> None:
+    """Guard: complete(conn, result=...) in the block says what is kept at its end, even from a savepoint undone."""
+
+    @client.task(keep_result=True)
+    def work(how: str) -> object:
+        job = awa.current_job()
+        with job.transaction() as conn:
+            if how == "given":
+                with conn.transaction(force_rollback=True):
+                    job.complete(conn, result={"how": how})
+        return "only logged"
+
+    start_worker(client)
+    given, none = client.insert_many([work.bind("given"), work.bind("none")])
+    assert (given.result(timeout=30), none.result(timeout=30)) == ({"how": "given"}, None)
