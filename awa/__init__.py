@@ -20,6 +20,7 @@ from awa.errors import (
     StaleAttempt,
     StorageNotTrusted,
     TerminalError,
+    UniqueConflict,
     UnknownKind,
     ValidationError,
 )
@@ -29,7 +30,7 @@ from awa.registry import BoundArgs, Task
 from awa.retry import exponential, fixed, linear
 from awa.storage.control import Controlled
 from awa.storage.jobs import JobInfo
-from awa.unique import unique_key
+from awa.unique import Unique, unique_key
 from awa.version import VERSION as __version__
 
 __all__ = [
@@ -64,6 +65,8 @@ __all__ = [
     "StorageNotTrusted",
     "Task",
     "TerminalError",
+    "Unique",
+    "UniqueConflict",
     "UnknownKind",
     "ValidationError",
     "__version__",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, Unpack
 
 from psycopg import Connection
 
@@ -24,6 +24,7 @@ from awa.storage.jobs import JobInfo
 from awa.storage.pool import Pool
 from awa.storage.pooler import declare_as
 from awa.storage.schema import Schema
+from awa.unique import Unique, check_key
 from awa.version import VERSION
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 H = TypeVar("H", bound=Callable[[], object])
 
-_NO_OPTIONS = (None,) * 9
+_NO_OPTIONS = (None,) * 10
 
 
 class Client:
@@ -118,6 +119,7 @@ class Client:
         retry: RetryPolicy | None = None,
         retry_on: type[BaseException] | Sequence[type[BaseException]] | None = None,
         fail_on: type[BaseException] | Sequence[type[BaseException]] | None = None,
+        unique: Unique | None = None,
     ) -> Callable[[Callable[P, R]], Task[P, R]]:
         """Declare the function below as the handler of a kind of jobs. It stays callable as itself.
 
@@ -132,6 +134,7 @@ class Client:
             retry: Attempt number -> seconds until the next; see ``awa.exponential``, ``awa.linear``, ``awa.fixed``.
             retry_on: When given, only these exceptions are retried.
             fail_on: These exceptions fail the job at once.
+            unique: What makes its jobs equal, of which there is one at most; an insert may say otherwise.
 
         Raises:
             ConfigError: The function cannot be a handler, or an option cannot work.
@@ -147,6 +150,7 @@ class Client:
             retry=retry,
             retry_on=retry_on,
             fail_on=fail_on,
+            unique=unique,
         )
 
         def declare(func: Callable[P, R]) -> Task[P, R]:
@@ -189,13 +193,15 @@ class Client:
         delay: float | timedelta | None = None,
         tags: Iterable[str] | None = None,
         metadata: dict[str, Any] | None = None,
+        unique: Unique | Literal[False] | None = None,
         conn: Lent | None = None,
     ) -> Inserted:
         """Write one job.
 
         Args:
             args: An instance of a task's args type, ``task.bind(...)``, a NewJob, or a mapping together with *kind*.
-            kind, queue, priority, max_attempts, timeout, run_at, delay, tags, metadata: See :class:`awa.NewJob`.
+            kind, queue, priority, max_attempts, timeout, run_at, delay, tags, metadata, unique: See
+                :class:`awa.NewJob`.
             conn: Whose transaction the job joins: a connection or cursor of psycopg or psycopg2, a Session or
                 Connection of SQLAlchemy, or Django's connection. It is never committed or rolled back here. None
                 writes and commits at once.
@@ -203,9 +209,10 @@ class Client:
         Raises:
             ValidationError: Args or an option cannot be stored; nothing was sent.
             ConfigError: Nothing says which kind it is, or *conn* cannot be lent.
+            UniqueConflict: An equal job exists, and *unique* says to raise; the transaction of *conn* stays usable.
         """
         item = args
-        if (kind, queue, priority, max_attempts, timeout, run_at, delay, tags, metadata) != _NO_OPTIONS:
+        if (kind, queue, priority, max_attempts, timeout, run_at, delay, tags, metadata, unique) != _NO_OPTIONS:
             given = {
                 "kind": kind,
                 "queue": queue,
@@ -216,9 +223,10 @@ class Client:
                 "delay": delay,
                 "tags": tags,
                 "metadata": metadata,
+                "unique": unique,
             }
             item = override(args if isinstance(args, NewJob) else NewJob(args), given)
-        return Inserted(self._producer.insert(item, conn), True, self)
+        return Inserted(*self._producer.insert(item, conn), self)
 
     def insert_many(self, items: Iterable[Any], *, conn: Lent | None = None) -> list[Inserted]:
         """Write a batch in one statement, all or nothing; the results come in the order of *items*.
@@ -230,14 +238,15 @@ class Client:
         Raises:
             ValidationError: An item cannot be stored, and ``.path`` says which; or *items* are not several.
             ConfigError: Nothing says which kind one is.
+            UniqueConflict: An equal job exists, and an item says to raise; the transaction of *conn* stays usable.
         """
-        return [Inserted(job_id, True, self) for job_id in self._producer.insert_many(items, conn)]
+        return [Inserted(*written, self) for written in self._producer.insert_many(items, conn)]
 
     def insert_many_copy(self, items: Iterable[Any], *, conn: Lent | None = None) -> int:
         """Write many jobs by COPY, all or nothing; returns how many. The fastest way in, and it takes an iterator.
 
-        The jobs are available at once: ``run_at`` and ``delay`` are refused. An item that is refused leaves the
-        transaction of *conn* as it was before the call.
+        The jobs are available at once: ``run_at``, ``delay`` and ``unique`` are refused. An item that is refused leaves
+        the transaction of *conn* as it was before the call.
 
         Raises:
             ValidationError: As for :meth:`insert_many`.
@@ -259,7 +268,7 @@ class Client:
             ConfigError: As for :meth:`insert`; or *conn* is no asynchronous connection of psycopg's.
         """
         item = override(args if isinstance(args, NewJob) else NewJob(args), given) if given else args
-        return Inserted(await self._producer.insert_async(item, conn), True, self)
+        return Inserted(*await self._producer.insert_async(item, conn), self)
 
     async def insert_many_async(self, items: Iterable[Any], *, conn: AsyncLent | None = None) -> list[Inserted]:
         """Write a batch in one statement, as :meth:`insert_many` does, from asynchronous code.
@@ -272,7 +281,7 @@ class Client:
             ValidationError: As for :meth:`insert_many`.
             ConfigError: As for :meth:`insert_async`.
         """
-        return [Inserted(job_id, True, self) for job_id in await self._producer.insert_many_async(items, conn)]
+        return [Inserted(*written, self) for written in await self._producer.insert_many_async(items, conn)]
 
     async def insert_many_copy_async(self, items: Iterable[Any], *, conn: AsyncLent | None = None) -> int:
         """Write many jobs by COPY, as :meth:`insert_many_copy` does, from asynchronous code.
@@ -332,6 +341,22 @@ class Client:
         force = options.check_flag(force, "force")
         with self._own() as conn:
             return repeated(lambda: control.cancel_job(conn, self._schema, job_id, reason=reason, force=force))
+
+    def cancel_by_unique_key(self, key: bytes, *, reason: str | None = None, force: bool = False) -> Controlled:
+        """Cancel the job that holds a unique key, as :meth:`cancel` does.
+
+        Args:
+            key: 16 bytes, as :func:`awa.unique_key` gives them.
+
+        Raises:
+            JobNotFound: No job holds it.
+            JobBusy: As for :meth:`cancel`.
+            ValidationError: *key* is no key, *reason* cannot be stored, or *force* is no bool.
+        """
+        key, reason = check_key(key), options.check_reason(reason)
+        force = options.check_flag(force, "force")
+        with self._own() as conn:
+            return repeated(lambda: control.cancel_holder(conn, self._schema, key, reason=reason, force=force))
 
     # --- working ----------------------------------------------------------------------------------------------------
 

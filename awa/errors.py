@@ -6,6 +6,7 @@
       UnknownKind, DuplicateKind     no handler is registered for the kind; two are
       JobNotFound (LookupError)      no job has that id
       JobBusy                        another transaction held the job: nothing was changed, try again
+      UniqueConflict                 an equal job exists
       StaleAttempt                   the attempt was taken over
       RuntimeGone                    this worker was taken for dead and rescued
       SchemaNotMigrated, SchemaTooNew, StorageNotTrusted
@@ -64,9 +65,9 @@ class DuplicateKind(AwaError):
 
 
 class JobNotFound(AwaError, LookupError):
-    """No job has that id, or its history is gone."""
+    """No job has that id, or its history is gone; or none holds the unique key, then ``job_id`` is None."""
 
-    def __init__(self, message: str, *, job_id: int) -> None:
+    def __init__(self, message: str, *, job_id: int | None) -> None:
         super().__init__(message)
         self.job_id = job_id
 
@@ -77,6 +78,20 @@ class JobBusy(AwaError):
     def __init__(self, message: str, *, job_id: int) -> None:
         super().__init__(message)
         self.job_id = job_id
+
+
+class UniqueConflict(AwaError):
+    """An equal job exists, and the insert said ``on_conflict="raise"``; nothing was inserted.
+
+    Attributes:
+        existing_id: The job that has the key; None when it is another job of the same batch.
+        key: The 16 bytes.
+    """
+
+    def __init__(self, message: str, *, existing_id: int | None, key: bytes) -> None:
+        super().__init__(message)
+        self.existing_id = existing_id
+        self.key = key
 
 
 class StaleAttempt(AwaError):

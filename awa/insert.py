@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from itertools import chain, islice
-from typing import Any, Protocol, TypedDict
+from typing import Any, Literal, Protocol, TypedDict
 
-from psycopg import Connection
+from psycopg import AsyncConnection, Connection
 
 from awa import options
 from awa._core import dump_json
@@ -20,13 +20,18 @@ from awa.job import JobId
 from awa.lent import AsyncLent, Driver, Lent
 from awa.registry import BoundArgs, Registry, Task, TaskOptions
 from awa.storage import jobs
+from awa.storage.clock import DatabaseClock
 from awa.storage.connection import repeated
-from awa.storage.jobs import JobInfo, JobRow
+from awa.storage.jobs import JobInfo, JobRow, KeyAt, Written
 from awa.storage.lent import lent, lent_async
 from awa.storage.schema import Schema
+from awa.unique import Unique, check_unique
 
 FIRST_LOOK = 500
 """Jobs of a COPY that are validated before anything is sent."""
+
+NOT_BY_COPY = {"run_at": "run_at", "delay": "delay", "unique": "unique", "follow_ups": "follow-ups", "parents": "after"}
+"""Fields of a row, and the option that fills each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,8 @@ class NewJob:
     """At most 20, for finding it again."""
     metadata: dict[str, Any] | None = field(default=None, kw_only=True)
     """JSON that travels with the job and is not given to the handler as args."""
+    unique: Unique | Literal[False] | None = field(default=None, kw_only=True)
+    """What makes it equal to others, of which there is one at most; False: nothing, whatever its task says."""
 
 
 class Options(TypedDict, total=False):
@@ -67,6 +74,7 @@ class Options(TypedDict, total=False):
     delay: float | timedelta | None
     tags: Iterable[str] | None
     metadata: dict[str, Any] | None
+    unique: Unique | Literal[False] | None
 
 
 class Reader(Protocol):
@@ -127,13 +135,14 @@ def prepare(item: object, registry: Registry, defaults: Defaults) -> JobRow:
         else:
             kind, body, task = _body(item, None, registry, defaults)
         said = _NOTHING if task is None else task.options
-        return JobRow(
+        row = JobRow(
             said.queue or defaults.queue,
             kind,
             body,
             said.priority or defaults.priority,
             said.max_attempts or defaults.max_attempts,
         )
+        return row if said.unique is None else _with_key(row, said.unique)
     new = item
     given_kind = None if new.kind is None else options.check_kind(new.kind)
     kind, body, task = _body(new.args, given_kind, registry, defaults)
@@ -143,7 +152,7 @@ def prepare(item: object, registry: Registry, defaults: Defaults) -> JobRow:
     run_at = None if new.run_at is None else options.check_run_at(new.run_at)
     if run_at is not None and delay is not None:
         raise ValidationError("run_at and delay exclude each other: give one", path="delay", value=new.delay)
-    return JobRow(
+    row = JobRow(
         (said.queue or defaults.queue) if new.queue is None else options.check_queue(new.queue),
         kind,
         body,
@@ -157,9 +166,27 @@ def prepare(item: object, registry: Registry, defaults: Defaults) -> JobRow:
         run_at,
         delay or None,
     )
+    if new.unique is None:
+        return row if said.unique is None else _with_key(row, said.unique)
+    if new.unique is False:
+        return row
+    unique = check_unique(new.unique)
+    assert unique is not None
+    unique.check_names((codec_for(type(new.args)) if task is None else task.codec).names, kind)
+    return _with_key(row, unique)
 
 
 _NOTHING = TaskOptions()
+
+
+def _with_key(row: JobRow, unique: Unique) -> JobRow:
+    """*row* with its key; with what gives the key from the database's time, when that is part of it."""
+    if unique.period is not None and row.run_at is None:
+        delay = row.delay or 0.0
+        key: bytes | KeyAt = lambda now: unique.key(row.kind, row.args, row.queue, now + delay)  # noqa: E731
+    else:
+        key = unique.key(row.kind, row.args, row.queue, None if row.run_at is None else row.run_at.timestamp())
+    return row._replace(unique=key, on_conflict=unique.on_conflict)
 
 
 def _body(
@@ -189,6 +216,10 @@ def _bound(task: Task[..., Any], args: dict[str, Any]) -> dict[str, Any]:
     if not all(isinstance(name, str) for name in args):
         raise ValidationError("args must have names as keys", path="args", value=args)
     return task.bind(**args).args
+
+
+def _keyed(rows: list[JobRow], now: float) -> list[JobRow]:
+    return [row._replace(unique=row.unique(now)) if callable(row.unique) else row for row in rows]
 
 
 def _metadata(value: object, limit: int) -> bytes:
@@ -234,26 +265,32 @@ class Producer:
     """Whether to wake idle workers."""
     own: Callable[[], AbstractContextManager[Connection]]
     """Lends a connection of the library's own, in autocommit mode."""
+    clock: DatabaseClock = field(default_factory=DatabaseClock)
+    """For keys with a period."""
 
-    def insert(self, item: object, conn: Lent | None) -> JobId:
+    def insert(self, item: object, conn: Lent | None) -> Written:
         """Write one job, in the transaction of *conn* or in one of its own."""
         row = prepare(item, self.registry, self.defaults)
         if conn is not None:
             with lent(conn) as driver:
-                return jobs.insert_job(driver, self.schema, row, notify=self.notify)
+                return jobs.insert_job(driver, self.schema, *self._timed([row], driver), notify=self.notify)
         with self.own() as borrowed:
-            return repeated(lambda: jobs.insert_job(borrowed, self.schema, row, notify=self.notify))
+            return repeated(
+                lambda: jobs.insert_job(borrowed, self.schema, *self._timed([row], borrowed), notify=self.notify)
+            )
 
-    def insert_many(self, items: Iterable[object], conn: Lent | None) -> list[JobId]:
-        """Write a batch by one statement, all or nothing; ids in the order of *items*."""
+    def insert_many(self, items: Iterable[object], conn: Lent | None) -> list[Written]:
+        """Write a batch by one statement, all or nothing; what became of each, in the order of *items*."""
         rows = self._batch(items)
         if not rows:
             return []
         if conn is not None:
             with lent(conn) as driver:
-                return jobs.insert_jobs(driver, self.schema, rows, notify=self.notify)
+                return jobs.insert_jobs(driver, self.schema, self._timed(rows, driver), notify=self.notify)
         with self.own() as borrowed:
-            return repeated(lambda: jobs.insert_jobs(borrowed, self.schema, rows, notify=self.notify))
+            return repeated(
+                lambda: jobs.insert_jobs(borrowed, self.schema, self._timed(rows, borrowed), notify=self.notify)
+            )
 
     def insert_many_copy(self, items: Iterable[object], conn: Lent | None) -> int:
         """Write jobs by COPY, all or nothing; they are validated as they stream."""
@@ -262,20 +299,23 @@ class Producer:
         with self._writing(conn) as writing:
             return jobs.copy_jobs(writing, self.schema, chain(first, rows), notify=self.notify)
 
-    async def insert_async(self, item: object, conn: AsyncLent | None) -> JobId:
+    async def insert_async(self, item: object, conn: AsyncLent | None) -> Written:
         """As :meth:`insert`; without *conn* in a thread."""
         if conn is None:
             return await asyncio.to_thread(self.insert, item, None)
         row = prepare(item, self.registry, self.defaults)
-        [job_id] = await jobs.insert_jobs_async(lent_async(conn), self.schema, [row], notify=self.notify)
-        return job_id
+        driver = lent_async(conn)
+        rows = await self._timed_async([row], driver)
+        [written] = await jobs.insert_jobs_async(driver, self.schema, rows, notify=self.notify)
+        return written
 
-    async def insert_many_async(self, items: Iterable[object], conn: AsyncLent | None) -> list[JobId]:
+    async def insert_many_async(self, items: Iterable[object], conn: AsyncLent | None) -> list[Written]:
         """As :meth:`insert_many`; without *conn* in a thread."""
         if conn is None:
             return await asyncio.to_thread(self.insert_many, items, None)
-        rows = self._batch(items)
-        return await jobs.insert_jobs_async(lent_async(conn), self.schema, rows, notify=self.notify)
+        driver = lent_async(conn)
+        rows = await self._timed_async(self._batch(items), driver)
+        return await jobs.insert_jobs_async(driver, self.schema, rows, notify=self.notify)
 
     async def insert_many_copy_async(self, items: Iterable[object], conn: AsyncLent | None) -> int:
         """As :meth:`insert_many_copy`; without *conn* in a thread, which also walks through *items*."""
@@ -285,18 +325,25 @@ class Producer:
         first = list(islice(rows, FIRST_LOOK))
         return await jobs.copy_jobs_async(lent_async(conn), self.schema, chain(first, rows), notify=self.notify)
 
+    def _timed(self, rows: list[JobRow], conn: Driver) -> list[JobRow]:
+        """*rows* with the keys that depend on the database's time."""
+        return _keyed(rows, self.clock.read(conn)) if any(callable(row.unique) for row in rows) else rows
+
+    async def _timed_async(self, rows: list[JobRow], conn: AsyncConnection[Any]) -> list[JobRow]:
+        return _keyed(rows, await self.clock.read_async(conn)) if any(callable(row.unique) for row in rows) else rows
+
     def _batch(self, items: Iterable[object]) -> list[JobRow]:
         return [self._at(position, item) for position, item in enumerate(_several(items))]
 
     def _stream(self, items: Iterable[object]) -> Iterator[JobRow]:
         for position, item in enumerate(_several(items)):
             row = self._at(position, item)
-            if row.run_at is not None or row.delay:
-                given = "delay" if row.run_at is None else "run_at"
+            given = next((name for name in NOT_BY_COPY if getattr(row, name) is not None), None)
+            if given is not None:
                 raise ValidationError(
-                    f"items[{position}] has {given}, but insert_many_copy takes jobs that are available at once: "
-                    "use insert_many for the others",
-                    path=f"items[{position}].{given}",
+                    f"items[{position}] has {NOT_BY_COPY[given]}, but insert_many_copy takes jobs that are available "
+                    "at once and have nothing to do with others: use insert_many for it",
+                    path=f"items[{position}].{NOT_BY_COPY[given]}",
                     value=getattr(row, given),
                 )
             yield row

@@ -16,6 +16,7 @@ from awa.args import Codec, FunctionCodec, codec_for, parameter_hints, signature
 from awa.errors import ConfigError, DuplicateKind, UnknownKind
 from awa.options import check_kind, check_max_attempts, check_priority, check_queue, check_timeout, declared
 from awa.retry import ExceptionTypes, RetryPolicy, check_exception_types, check_policy
+from awa.unique import Unique, check_unique
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -40,6 +41,8 @@ class TaskOptions:
     """When given, only these exceptions are retried."""
     fail_on: ExceptionTypes | None = None
     """These fail the job at once."""
+    unique: Unique | None = None
+    """What makes its jobs equal."""
 
     @classmethod
     def declare(
@@ -52,6 +55,7 @@ class TaskOptions:
         retry: RetryPolicy | None = None,
         retry_on: type[BaseException] | Sequence[type[BaseException]] | None = None,
         fail_on: type[BaseException] | Sequence[type[BaseException]] | None = None,
+        unique: Unique | None = None,
     ) -> Self:
         """The options as they are used: a ``timedelta`` as seconds, exceptions as a tuple.
 
@@ -66,6 +70,7 @@ class TaskOptions:
             retry=None if retry is None else check_policy(retry),
             retry_on=None if retry_on is None else check_exception_types(retry_on, "retry_on"),
             fail_on=None if fail_on is None else check_exception_types(fail_on, "fail_on"),
+            unique=check_unique(unique),
         )
 
 
@@ -139,6 +144,8 @@ class Task(Generic[P, R]):
             raise ConfigError(f"aliases must be a list of kinds, got the str {aliases!r}: write [{aliases!r}]")
         self.aliases = tuple(declared(lambda alias: check_kind(alias, "aliases"), alias) for alias in aliases)
         self.options = options or TaskOptions()
+        if self.options.unique is not None:
+            self.options.unique.check_names(self.codec.names, self.kind)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function here and now; no job is made."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from datetime import datetime
 from functools import lru_cache
@@ -107,7 +107,7 @@ async def rows_async(conn: AsyncConnection[Any], statement: str, params: Params)
 
 
 def _asked(conn: Connection[Any] | AsyncConnection[Any], statement: str, params: Params) -> tuple[str, Params]:
-    if _is_utf8(conn):
+    if speaks_utf8(conn):
         return statement, params
     return _portable(statement), _each(params, as_text)
 
@@ -144,7 +144,10 @@ async def copy_async(conn: AsyncConnection[Any], statement: str, chunks: Iterato
 # --- values as text
 
 
-def _is_utf8(conn: Any) -> bool:
+def speaks_utf8(conn: Driver | AsyncConnection[Any]) -> bool:
+    """Whether the client encoding of *conn* is UTF-8 now; it may be changed at any time."""
+    if isinstance(conn, (Connection, AsyncConnection)):
+        return conn.pgconn.parameter_status(b"client_encoding") in (b"UTF8", None)
     return conn.info.parameter_status("client_encoding") in ("UTF8", None)
 
 
@@ -188,12 +191,12 @@ def as_text(value: object) -> bytes | None:
     raise TypeError(f"no parameter of a statement is a {type(value).__name__}")
 
 
-def _array_text(elements: Iterator[bytes | None] | Any) -> bytes:
-    return b"{" + b",".join(b"NULL" if one is None else b'"' + _escaped(one, b'"') + b'"' for one in elements) + b"}"
+def _array_text(elements: Iterable[bytes | None]) -> bytes:
+    return b"{" + b",".join(b"NULL" if one is None else _element_text(one) for one in elements) + b"}"
 
 
-def _escaped(text: bytes, quote: bytes) -> bytes:
-    return text.replace(b"\\", b"\\\\").replace(quote, b"\\" + quote)
+def _element_text(text: bytes) -> bytes:
+    return b'"' + text.replace(b"\\", b"\\\\").replace(b'"', b'\\"') + b'"'
 
 
 def _elements(array: Array) -> Iterator[bytes | None]:
@@ -222,7 +225,7 @@ def _in_its_style(statement: str) -> str:
 
 
 def _asked_of_psycopg2(conn: Psycopg2Connection, statement: str, params: Params) -> tuple[str, Params]:
-    if _is_utf8(conn):
+    if speaks_utf8(conn):
         return _in_its_style(statement), _each(params, lambda value: _Literal(as_text(value)))
     return _portable(statement, "s"), _each(params, lambda value: _Literal(_as_bytea(as_text(value))))
 
@@ -245,8 +248,10 @@ class _Literal:
         return self
 
     def getquoted(self) -> bytes:
-        """It, in UTF-8; any server reads E'' alike, whatever its settings."""
-        return b"NULL" if self._text is None else b"E'" + _escaped(self._text, b"'") + b"'"
+        """It, in UTF-8; the server reads E'' alike whatever its settings."""
+        if self._text is None:
+            return b"NULL"
+        return b"E'" + self._text.replace(b"\\", b"\\\\").replace(b"'", b"''") + b"'"
 
 
 def _psycopg2_cursor(conn: Psycopg2Connection) -> Any:

@@ -36,6 +36,11 @@ OWNERS_FUNCTIONS: Mapping[str, tuple[Part, ...]] = {
     "summarize_v1(smallint, bigint, integer)": ("worker",),
     "find_job_v2(bigint)": ("worker", "producer", "reader"),
     "cancel_v1(bigint, text, boolean)": ("worker", "producer"),
+    "enqueue_v1(text, json, text, integer, integer, integer, timestamptz, interval, text[], json, bytea, text[], text,"
+    " json, bigint[], text, boolean)": ("worker", "producer"),
+    "enqueue_many_v1(text[], smallint[], text[], text[], smallint[], integer[], text[], text[], text[],"
+    " double precision[], bytea[], text[], text[], text[], text[], boolean)": ("worker", "producer"),
+    "holder_v1(bytea)": ("worker", "producer"),
 }
 """The functions that act with the owner's rights, and who may call them."""
 

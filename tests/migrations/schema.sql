@@ -817,6 +817,248 @@ BEGIN
     RETURN '{}';
 END $$;
 
+CREATE FUNCTION awa.enqueue_many_v1(p_queues text[], p_priorities smallint[], p_kinds text[], p_args text[], p_max_attempts smallint[], p_timeouts integer[], p_tags text[], p_metadata text[], p_run_ats text[], p_delays double precision[], p_keys bytea[], p_on_conflict text[], p_follow_ups text[], p_parents text[], p_on_parent_failure text[], p_notify boolean DEFAULT true) RETURNS TABLE(n integer, id bigint, is_new boolean, problem text)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET enable_seqscan TO 'off'
+    SET jit TO 'off'
+    AS $$
+#variable_conflict use_column
+DECLARE
+    v_slot smallint := pg_sequence_last_value('awa.ring_seq');
+    v_ids bigint[];
+    v_run_ats timestamptz[];                -- NULL: now
+    v_holders bigint[];                     -- by position; the job's own id when it is written
+    v_rows awa.job_uniques[];
+    v_bells text[];
+    v_parents bigint[];
+    t record;
+    r record;
+BEGIN
+    SELECT array_agg(DISTINCT p) INTO v_parents
+      FROM unnest(p_parents) WITH ORDINALITY AS i(parents, n) CROSS JOIN LATERAL unnest(i.parents::bigint[]) p;
+    IF v_parents IS NOT NULL THEN
+        v_parents := awa.unknown_among(v_parents);
+        IF cardinality(v_parents) > 0 THEN
+            RETURN QUERY SELECT i.n::integer, p, false, 'no_parent'
+                           FROM unnest(p_parents) WITH ORDINALITY AS i(parents, n)
+                          CROSS JOIN LATERAL unnest(i.parents::bigint[]) p
+                          WHERE p = ANY (v_parents) ORDER BY 1, 2;
+            RETURN;
+        END IF;
+    END IF;
+
+    SELECT array_agg(i.id ORDER BY i.n), array_agg(i.run_at ORDER BY i.n) INTO v_ids, v_run_ats
+      FROM (SELECT i.n, nextval('awa.entry_id_seq') AS id, CASE WHEN i.run_at > clock_timestamp() THEN i.run_at END AS run_at
+              FROM (SELECT i.n, coalesce(i.run_at::timestamptz, clock_timestamp() + i.delay * interval '1 s') AS run_at
+                      FROM unnest(p_run_ats, p_delays) WITH ORDINALITY AS i(run_at, delay, n) ORDER BY i.n) i) i;
+    v_holders := v_ids;
+
+    SELECT array_agg(ROW(k.key, v_ids[k.n], awa.states_of(p_keys[k.n]), k.slot,
+                         CASE WHEN k.slot IS NOT NULL THEN 2 * p_priorities[k.n] + 1 END,
+                         CASE WHEN k.slot IS NOT NULL THEN pg_current_xact_id() END,
+                         CASE WHEN k.slot IS NOT NULL THEN p_queues[k.n] END)::awa.job_uniques ORDER BY k.key)
+      INTO v_rows
+      FROM (SELECT DISTINCT ON (1) substr(i.key, 1, 16) AS key, i.n,
+                   CASE WHEN v_run_ats[i.n] IS NULL AND p_parents[i.n] IS NULL THEN v_slot END AS slot
+              FROM unnest(p_keys) WITH ORDINALITY AS i(key, n) WHERE i.key IS NOT NULL ORDER BY 1, i.n) k;
+    IF v_rows IS NOT NULL THEN
+        -- per key: whether any job that wants it refuses to find it taken
+        t := awa.take_all_keys(v_rows, ARRAY(
+                 SELECT coalesce(bool_or(i.mode = 'raise'), false)
+                   FROM unnest(p_keys, p_on_conflict) AS i(key, mode)
+                  WHERE i.key IS NOT NULL GROUP BY substr(i.key, 1, 16) ORDER BY substr(i.key, 1, 16)));
+        SELECT array_agg(coalesce(h.holder, i.id) ORDER BY i.n) INTO v_holders
+          FROM unnest(v_ids, p_keys) WITH ORDINALITY AS i(id, key, n)
+          LEFT JOIN unnest(v_rows, t.holders) AS h(key, id, states, slot, lane, xid, queue, holder)
+                 ON h.key = substr(i.key, 1, 16);
+    END IF;
+    RETURN QUERY SELECT i.n::integer, CASE WHEN i.holder <> ALL (v_ids) THEN i.holder END, false, 'conflict'
+                   FROM unnest(v_holders, v_ids, p_on_conflict) WITH ORDINALITY AS i(holder, id, mode, n)
+                  WHERE i.holder <> i.id AND i.mode = 'raise' ORDER BY i.n;
+    IF FOUND THEN
+        IF t.is_taken THEN        -- of this batch alone, so nothing was given back
+            DELETE FROM awa.job_uniques u WHERE u.id = ANY (v_ids) AND u.key = ANY (ARRAY(SELECT k.key FROM unnest(v_rows) k));
+        END IF;
+        RETURN;
+    END IF;
+
+    WITH input AS MATERIALIZED (
+        SELECT i.n, i.id, i.queue, i.priority, i.kind, i.args::json AS args, i.max_attempts, i.timeout_ms,
+               CASE WHEN i.tags IS NOT NULL THEN ARRAY(SELECT json_array_elements_text(i.tags::json)) END AS tags,
+               i.metadata::json AS metadata, i.run_at, i.key, i.follow_ups::json AS follow_ups,
+               i.parents::bigint[] AS parents, i.on_parent_failure, i.run_at IS NULL AND i.parents IS NULL AS is_due
+          FROM (SELECT * FROM unnest(v_ids, v_holders, v_run_ats, p_queues, p_priorities, p_kinds, p_args, p_max_attempts,
+                                     p_timeouts, p_tags, p_metadata, p_keys, p_follow_ups, p_parents,
+                                     p_on_parent_failure) WITH ORDINALITY
+                         AS i(id, holder, run_at, queue, priority, kind, args, max_attempts, timeout_ms, tags, metadata,
+                              key, follow_ups, parents, on_parent_failure, n)
+                 WHERE i.holder = i.id ORDER BY i.n) i
+    ), available AS (
+        INSERT INTO awa.jobs (entry_id, id, slot, queue, lane, priority, kind, args, max_attempts, timeout_ms, tags,
+                              metadata, unique_key, follow_ups)
+        SELECT i.id, i.id, v_slot, i.queue, 2 * i.priority + 1, i.priority, i.kind, i.args, i.max_attempts, i.timeout_ms,
+               i.tags, i.metadata, i.key, i.follow_ups
+          FROM input i WHERE i.is_due ORDER BY i.n
+    ), waiting AS (
+        INSERT INTO awa.waiting_jobs (id, run_at, waits_for, queue, priority, kind, args, max_attempts, timeout_ms, tags,
+                                      metadata, unique_key, follow_ups, parents, on_parent_failure)
+        SELECT i.id, i.run_at, CASE WHEN i.parents IS NULL THEN 'time' ELSE 'parent' END, i.queue, i.priority, i.kind,
+               i.args, i.max_attempts, i.timeout_ms, i.tags, i.metadata, i.key, i.follow_ups, i.parents,
+               i.on_parent_failure
+          FROM input i WHERE NOT i.is_due
+    )
+    SELECT array_agg(DISTINCT CASE WHEN i.is_due THEN i.queue ELSE '' END) INTO v_bells
+      FROM input i WHERE i.is_due OR i.parents IS NOT NULL OR i.run_at < clock_timestamp() + interval '1.5 s';
+    IF p_notify AND v_bells IS NOT NULL THEN
+        PERFORM awa.ring(v_bells);
+    END IF;
+
+    IF 'replace' = ANY (p_on_conflict) THEN
+        FOR r IN SELECT i.n FROM unnest(v_ids, v_holders, p_keys, p_on_conflict) WITH ORDINALITY AS i(id, holder, key, mode, n)
+                  WHERE i.mode = 'replace' AND i.holder <> i.id ORDER BY i.key, i.n
+        LOOP
+            PERFORM awa.replace_waiting(v_holders[r.n], p_queues[r.n], p_priorities[r.n], p_kinds[r.n], p_args[r.n]::json,
+                                        p_max_attempts[r.n], p_timeouts[r.n],
+                                        CASE WHEN p_tags[r.n] IS NOT NULL
+                                             THEN ARRAY(SELECT json_array_elements_text(p_tags[r.n]::json)) END,
+                                        p_metadata[r.n]::json, v_run_ats[r.n], p_follow_ups[r.n]::json,
+                                        p_parents[r.n]::bigint[], p_on_parent_failure[r.n], p_notify);
+        END LOOP;
+    END IF;
+    RETURN QUERY SELECT i.n::integer, i.holder, i.holder = i.id, NULL::text
+                   FROM unnest(v_ids, v_holders) WITH ORDINALITY AS i(id, holder, n) ORDER BY i.n;
+END $$;
+
+CREATE FUNCTION awa.enqueue_v1(p_kind text, p_args json DEFAULT '{}'::json, p_queue text DEFAULT 'default'::text, p_priority integer DEFAULT 2, p_max_attempts integer DEFAULT 25, p_timeout_ms integer DEFAULT NULL::integer, p_run_at timestamp with time zone DEFAULT NULL::timestamp with time zone, p_delay interval DEFAULT NULL::interval, p_tags text[] DEFAULT NULL::text[], p_metadata json DEFAULT NULL::json, p_unique_key bytea DEFAULT NULL::bytea, p_unique_states text[] DEFAULT NULL::text[], p_on_conflict text DEFAULT 'return'::text, p_follow_ups json DEFAULT NULL::json, p_after bigint[] DEFAULT NULL::bigint[], p_on_parent_failure text DEFAULT NULL::text, p_notify boolean DEFAULT true, OUT id bigint, OUT is_new boolean) RETURNS record
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET enable_seqscan TO 'off'
+    SET jit TO 'off'
+    AS $$
+#variable_conflict use_column
+DECLARE
+    v_id bigint;
+    v_states smallint := 63;
+    v_key bytea := p_unique_key;
+    v_run_at timestamptz := coalesce(p_run_at, clock_timestamp() + p_delay);
+    v_slot smallint;
+    v_bad text;
+    v_unknown bigint[];
+BEGIN
+    v_bad := CASE
+        WHEN p_kind IS NULL OR length(p_kind) NOT BETWEEN 1 AND 200 THEN
+            format('p_kind has 1 to 200 characters, not %s', coalesce(length(p_kind)::text, 'NULL'))
+        WHEN p_queue IS NULL OR length(p_queue) NOT BETWEEN 1 AND 200 THEN
+            format('p_queue has 1 to 200 characters, not %s', coalesce(length(p_queue)::text, 'NULL'))
+        WHEN p_args IS NULL THEN 'p_args is NULL: give a JSON object, ''{}'' when the job has no arguments'
+        WHEN p_priority IS NULL OR p_priority NOT BETWEEN 1 AND 4 THEN
+            format('p_priority is 1, which runs first, to 4, not %s', coalesce(p_priority::text, 'NULL'))
+        WHEN p_max_attempts IS NULL OR p_max_attempts NOT BETWEEN 1 AND 1000 THEN
+            format('p_max_attempts is 1 to 1000, not %s', coalesce(p_max_attempts::text, 'NULL'))
+        WHEN p_timeout_ms < 0 THEN format('p_timeout_ms is 0, which means no limit, or more, not %s', p_timeout_ms)
+        WHEN p_run_at IS NOT NULL AND p_delay IS NOT NULL THEN 'p_run_at and p_delay exclude each other: give one'
+        WHEN p_run_at IS NOT NULL AND (NOT isfinite(p_run_at) OR p_run_at < '1970-01-01Z' OR p_run_at >= '10000-01-01Z') THEN
+            format('p_run_at is within the years 1970 to 9999, not %s', p_run_at)
+        WHEN p_delay IS NOT NULL AND NOT (p_delay >= '0' AND p_delay <= '3650 days') THEN
+            format('p_delay is from 0 to 3650 days, not %s', p_delay)
+        WHEN p_tags IS NOT NULL AND (cardinality(p_tags) > 20 OR EXISTS (SELECT FROM unnest(p_tags) tag
+                                     WHERE tag IS NULL OR length(tag) NOT BETWEEN 1 AND 200)) THEN
+            'p_tags has at most 20 tags, of 1 to 200 characters each'
+        WHEN p_metadata IS NOT NULL AND json_typeof(p_metadata) <> 'object' THEN
+            format('p_metadata is a JSON object, not a JSON %s', json_typeof(p_metadata))
+        WHEN p_follow_ups IS NOT NULL AND json_typeof(p_follow_ups) <> 'object' THEN
+            format('p_follow_ups is a JSON object, not a JSON %s', json_typeof(p_follow_ups))
+        WHEN octet_length(p_unique_key) <> 16 THEN
+            format('p_unique_key has 16 bytes, not %s: take those of a hash', octet_length(p_unique_key))
+        WHEN p_on_conflict IS NULL OR p_on_conflict NOT IN ('return', 'raise', 'replace') THEN
+            format('p_on_conflict is return, raise or replace, not %s', coalesce(p_on_conflict, 'NULL'))
+        WHEN p_unique_states IS NOT NULL AND p_unique_key IS NULL THEN
+            'p_unique_states is for jobs with p_unique_key: give both or none'
+        WHEN p_after IS NOT NULL AND (cardinality(p_after) = 0 OR array_position(p_after, NULL) IS NOT NULL) THEN
+            'p_after is the ids of one or more jobs: leave it out, or NULL, when the job waits for none'
+        WHEN p_on_parent_failure IS NOT NULL AND p_on_parent_failure NOT IN ('cancel', 'run', 'discard') THEN
+            format('p_on_parent_failure is cancel, run or discard, not %s', p_on_parent_failure)
+        WHEN p_on_parent_failure IS NOT NULL AND p_after IS NULL THEN
+            'p_on_parent_failure is for jobs with p_after: give both or none'
+    END;
+    IF v_bad IS NOT NULL THEN
+        RAISE EXCEPTION '%', v_bad USING ERRCODE = '22023';
+    END IF;
+    IF p_after IS NOT NULL THEN
+        v_unknown := awa.unknown_among(p_after);
+        IF cardinality(v_unknown) > 0 THEN
+            RAISE EXCEPTION 'no job has the id %, or its history is gone: p_after names jobs that exist', v_unknown[1]
+                  USING ERRCODE = 'P0002';
+        END IF;
+    END IF;
+
+    v_id := nextval('awa.entry_id_seq');
+    IF v_run_at <= clock_timestamp() THEN
+        v_run_at := NULL;
+    END IF;
+    v_slot := CASE WHEN v_run_at IS NULL AND p_after IS NULL THEN pg_sequence_last_value('awa.ring_seq') END;
+    id := v_id;
+    IF v_key IS NOT NULL THEN
+        IF p_unique_states IS NOT NULL THEN
+            SELECT bit_or(awa.state_bit(state)),
+                   min(format('p_unique_states has %L, which is no state of a job', state))
+                   FILTER (WHERE awa.state_bit(state) IS NULL)
+              INTO v_states, v_bad FROM unnest(p_unique_states) state;
+            IF v_bad IS NOT NULL OR coalesce(v_states & 2, 0) = 0 THEN
+                RAISE EXCEPTION '%', coalesce(v_bad, 'p_unique_states must have available: a key that no waiting job'
+                                                     ' holds keeps nobody out') USING ERRCODE = '22023';
+            END IF;
+            v_key := CASE v_states WHEN 63 THEN v_key ELSE v_key || set_byte('\x00', 0, v_states) END;
+        END IF;
+        -- it is free, most of the time
+        INSERT INTO awa.job_uniques (key, id, states, slot, lane, xid, queue)
+        VALUES (p_unique_key, v_id, v_states, v_slot, CASE WHEN v_slot IS NOT NULL THEN 2 * p_priority + 1 END,
+                CASE WHEN v_slot IS NOT NULL THEN pg_current_xact_id() END,
+                CASE WHEN v_slot IS NOT NULL THEN p_queue END)
+            ON CONFLICT (key) DO NOTHING;
+        IF NOT FOUND THEN
+            SELECT holders[1] INTO id
+              FROM awa.take_all_keys(ARRAY[ROW(p_unique_key, v_id, v_states, v_slot,
+                                               CASE WHEN v_slot IS NOT NULL THEN 2 * p_priority + 1 END,
+                                               CASE WHEN v_slot IS NOT NULL THEN pg_current_xact_id() END,
+                                               CASE WHEN v_slot IS NOT NULL THEN p_queue END)::awa.job_uniques],
+                                     ARRAY[false]);
+        END IF;
+    END IF;
+    is_new := id = v_id;
+    IF NOT is_new THEN
+        IF p_on_conflict = 'raise' THEN
+            RAISE EXCEPTION 'job % has the unique key %', id, encode(p_unique_key, 'hex')
+                  USING ERRCODE = 'AWA05', DETAIL = id::text;
+        ELSIF p_on_conflict = 'replace' THEN
+            PERFORM awa.replace_waiting(id, p_queue, p_priority::smallint, p_kind, p_args, p_max_attempts::smallint,
+                                        p_timeout_ms, p_tags, p_metadata, v_run_at, p_follow_ups, p_after,
+                                        p_on_parent_failure, p_notify);
+        END IF;
+        RETURN;
+    END IF;
+    IF v_slot IS NOT NULL THEN
+        INSERT INTO awa.jobs (entry_id, id, slot, queue, lane, priority, kind, args, max_attempts, timeout_ms, tags,
+                              metadata, unique_key, follow_ups)
+        VALUES (v_id, v_id, v_slot, p_queue, 2 * p_priority + 1, p_priority, p_kind, p_args, p_max_attempts, p_timeout_ms,
+                p_tags, p_metadata, v_key, p_follow_ups);
+    ELSE
+        INSERT INTO awa.waiting_jobs (id, run_at, waits_for, queue, priority, kind, args, max_attempts, timeout_ms, tags,
+                                      metadata, unique_key, follow_ups, parents, on_parent_failure)
+        VALUES (v_id, v_run_at, CASE WHEN p_after IS NULL THEN 'time' ELSE 'parent' END, p_queue, p_priority, p_kind,
+                p_args, p_max_attempts, p_timeout_ms, p_tags, p_metadata, v_key, p_follow_ups, p_after,
+                p_on_parent_failure);
+    END IF;
+    IF p_notify AND v_slot IS NOT NULL THEN
+        PERFORM awa.ring(ARRAY[p_queue]);
+    ELSIF p_notify AND (p_after IS NOT NULL OR v_run_at < clock_timestamp() + interval '1.5 s') THEN
+        PERFORM awa.ring(ARRAY['']);
+    END IF;
+END $$;
+
 CREATE FUNCTION awa.error_of(p_ended json) RETURNS json
     LANGUAGE sql IMMUTABLE
     AS $$
@@ -1022,6 +1264,60 @@ BEGIN
         END IF;
     END LOOP;
     RETURN false;
+END $$;
+
+CREATE FUNCTION awa.holder_v1(p_key bytea) RETURNS bigint
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET enable_seqscan TO 'off'
+    SET jit TO 'off'
+    AS $$
+DECLARE
+    r record;
+BEGIN
+    FOR v_try IN 1..10 LOOP
+        SELECT u.id, awa.is_held(u) AS is_held INTO r FROM awa.job_uniques u WHERE u.key = p_key;
+        EXIT WHEN NOT FOUND OR r.is_held IS NOT NULL;
+    END LOOP;
+    RETURN CASE WHEN r.is_held THEN r.id END;
+END $$;
+
+CREATE TABLE awa.job_uniques (
+    key bytea NOT NULL,
+    id bigint NOT NULL,
+    states smallint DEFAULT 63 NOT NULL,
+    slot smallint,
+    lane smallint,
+    xid xid8,
+    queue text COLLATE pg_catalog."C",
+    CONSTRAINT job_uniques_key_check CHECK ((octet_length(key) = 16)),
+    CONSTRAINT job_uniques_states_check CHECK (((states >= 1) AND (states <= 255)))
+)
+WITH (autovacuum_vacuum_scale_factor='0.01', autovacuum_vacuum_cost_delay='0');
+
+CREATE FUNCTION awa.is_held(u awa.job_uniques) RETURNS boolean
+    LANGUAGE plpgsql STABLE
+    AS $$
+DECLARE
+    v_state text;
+BEGIN
+    SELECT w.state INTO v_state FROM awa.waiting_jobs w WHERE w.id = u.id;
+    IF NOT FOUND THEN
+        SELECT e.state INTO v_state FROM awa.ended_jobs e WHERE e.id = u.id;
+        IF NOT FOUND THEN
+            BEGIN
+                v_state := awa.state_in_ring(u);
+                RAISE EXCEPTION 'seen' USING ERRCODE = 'AWA09';
+            EXCEPTION WHEN SQLSTATE 'AWA09' THEN
+                NULL;
+            END;
+            IF v_state = 'unclear' THEN
+                RETURN NULL;
+            END IF;
+        END IF;
+    END IF;
+    RETURN coalesce(u.states & awa.state_bit(v_state) > 0, false);
 END $$;
 
 CREATE FUNCTION awa.is_passed(p_queue text, p_lane smallint, p_xid xid8, p_entry bigint) RETURNS boolean
@@ -1386,6 +1682,39 @@ BEGIN
     RETURN 'pruned';
 END $_$;
 
+CREATE FUNCTION awa.replace_waiting(p_id bigint, p_queue text, p_priority smallint, p_kind text, p_args json, p_max_attempts smallint, p_timeout_ms integer, p_tags text[], p_metadata json, p_run_at timestamp with time zone, p_follow_ups json, p_parents bigint[], p_on_parent_failure text, p_notify boolean) RETURNS boolean
+    LANGUAGE plpgsql
+    AS $$
+DECLARE
+    r record;
+BEGIN
+    UPDATE awa.waiting_jobs w
+       SET (waits_for, run_at, wait_key, state) = (
+               SELECT g.waits_for,
+                      CASE WHEN g.waits_for = 'time' THEN coalesce(p_run_at, clock_timestamp())
+                           WHEN g.waits_for = 'parent' THEN p_run_at END,
+                      CASE WHEN g.waits_for = 'kind' THEN p_kind END,
+                      CASE WHEN w.state = 'available' AND g.waits_for <> 'kind' THEN 'scheduled' ELSE w.state END
+                 FROM (SELECT CASE WHEN p_parents IS NOT NULL OR w.waits_for = 'parent' THEN 'parent'
+                                   WHEN p_run_at IS NOT NULL OR w.waits_for <> 'kind' THEN 'time'
+                                   ELSE 'kind' END AS waits_for) g),
+           parents = coalesce(p_parents, w.parents),
+           on_parent_failure = CASE WHEN p_parents IS NULL THEN w.on_parent_failure ELSE p_on_parent_failure END,
+           queue = p_queue, priority = p_priority, kind = p_kind, args = p_args, max_attempts = p_max_attempts,
+           timeout_ms = p_timeout_ms, tags = p_tags, metadata = p_metadata, follow_ups = p_follow_ups
+     WHERE w.id = p_id AND w.state IN ('scheduled', 'retryable', 'available')
+    RETURNING w.waits_for INTO r;
+    IF NOT FOUND THEN
+        RETURN false;
+    END IF;
+    IF p_notify AND r.waits_for = 'kind' THEN
+        PERFORM pg_notify(awa.channel(), chr(1) || p_queue);     -- as in awa.move_v1
+    ELSIF p_notify THEN
+        PERFORM awa.ring(ARRAY['']);
+    END IF;
+    RETURN true;
+END $$;
+
 CREATE FUNCTION awa.rescue_v1(p_runtime bigint, p_limit integer, p_skip integer DEFAULT 0, OUT tried integer, OUT ended integer, OUT blocked integer) RETURNS record
     LANGUAGE plpgsql
     SET plan_cache_mode TO 'force_generic_plan'
@@ -1591,6 +1920,61 @@ BEGIN
     END IF;
 END $$;
 
+CREATE FUNCTION awa.state_bit(p_state text) RETURNS integer
+    LANGUAGE sql IMMUTABLE
+    AS $$
+    SELECT 1 << (array_position(ARRAY['scheduled', 'available', 'running', 'retryable', 'waiting_external', 'completed',
+                                      'failed', 'cancelled'], p_state) - 1)
+$$;
+
+CREATE FUNCTION awa.state_in_ring(u awa.job_uniques) RETURNS text
+    LANGUAGE plpgsql STABLE
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET jit TO 'off'
+    AS $$
+DECLARE
+    v_at timestamptz;
+    v_state text;
+BEGIN
+    IF u.slot IS NOT NULL THEN
+        SELECT j.available_at INTO v_at FROM awa.jobs j
+         WHERE j.slot = u.slot AND j.queue = u.queue AND j.lane = u.lane AND j.xid = u.xid AND j.entry_id = u.id;
+        IF FOUND THEN
+            SELECT e.outcome INTO v_state FROM awa.attempt_ends e WHERE e.slot = u.slot AND e.entry_id = u.id;
+            IF v_state IN ('completed', 'failed', 'cancelled') THEN
+                RETURN v_state;
+            ELSIF v_state IS NULL THEN
+                IF u.states & 38 IN (0, 38) THEN
+                    RETURN 'available';
+                END IF;
+                SELECT CASE WHEN EXISTS (SELECT FROM awa.completions x
+                                          WHERE x.slot = u.slot AND x.claim_id = c.claim_id AND c.idx = ANY (x.idx)
+                                         OFFSET 0)
+                            THEN 'completed' ELSE 'running' END
+                  INTO v_state FROM awa.claim_of(u.slot, u.queue, u.lane, u.xid, u.id, v_at) c;
+                RETURN coalesce(v_state, 'available');
+            END IF;
+        END IF;
+    END IF;
+    -- it was retried, carried or moved, or has waited before: a search by its id
+    SELECT f.state INTO v_state FROM awa.find_job_v2(u.id) f;
+    IF NOT FOUND AND EXISTS (
+           SELECT FROM pg_class c
+            WHERE c.oid = ANY (ARRAY(SELECT ('awa.jobs_' || n)::regclass FROM generate_series(0, 7) n)::oid[])
+              AND c.relfilenode <> pg_relation_filenode(c.oid)) THEN     -- by the snapshot, and as it is now
+        RETURN 'unclear';
+    END IF;
+    RETURN v_state;
+END $$;
+
+CREATE FUNCTION awa.states_of(p_unique_key bytea) RETURNS smallint
+    LANGUAGE sql IMMUTABLE
+    AS $$
+    SELECT CASE WHEN octet_length(p_unique_key) > 16 THEN get_byte(p_unique_key, 16) ELSE 63 END::smallint
+$$;
+
 CREATE FUNCTION awa.summarize_v1(p_slot smallint, p_from bigint, p_ranges integer) RETURNS bigint
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
@@ -1611,6 +1995,107 @@ BEGIN
         v_page := v_page + 32;
     END LOOP;
     RETURN v_page;
+END $$;
+
+CREATE FUNCTION awa.take_all_keys(p_rows awa.job_uniques[], p_refuse boolean[], OUT is_taken boolean, OUT holders bigint[]) RETURNS record
+    LANGUAGE plpgsql
+    AS $$
+BEGIN
+    LOOP
+        IF cardinality(p_rows) = 1 THEN
+            holders := awa.take_keys(p_rows);
+            is_taken := holders[1] = (p_rows[1]).id OR NOT p_refuse[1];
+        ELSE
+            BEGIN
+                holders := awa.take_keys(p_rows);
+                is_taken := (SELECT bool_and(k.holder = k.id OR NOT k.is_refused)
+                               FROM unnest(p_rows, holders, p_refuse)
+                                    AS k(key, id, states, slot, lane, xid, queue, holder, is_refused));
+                IF holders IS NULL OR NOT is_taken THEN
+                    RAISE EXCEPTION 'given back' USING ERRCODE = 'AWA09';
+                END IF;
+            EXCEPTION WHEN SQLSTATE 'AWA09' THEN
+                NULL;
+            END;
+        END IF;
+        IF holders IS NOT NULL THEN
+            RETURN;
+        END IF;
+        IF current_setting('transaction_isolation') <> 'read committed' THEN
+            RAISE EXCEPTION 'could not serialize access: who holds a unique key has changed since this transaction began'
+                  USING ERRCODE = '40001';
+        END IF;
+    END LOOP;
+END $$;
+
+CREATE FUNCTION awa.take_keys(p_rows awa.job_uniques[]) RETURNS bigint[]
+    LANGUAGE plpgsql
+    AS $$
+DECLARE
+    v_count integer := cardinality(p_rows);
+    v_holders bigint[] := array_fill(NULL::bigint, ARRAY[v_count]);
+    v_left bigint[] := v_holders;         -- those whose former holder has left it: the former holder
+    v_n integer := 1;
+    v_end integer;
+    r record;
+BEGIN
+    FOR r IN SELECT k.n::integer AS n, u.id, u.is_held
+               FROM unnest(p_rows) WITH ORDINALITY AS k(key, id, states, slot, lane, xid, queue, n)
+              CROSS JOIN LATERAL (SELECT u.id, awa.is_held(u) AS is_held FROM awa.job_uniques u
+                                   WHERE u.key = k.key LIMIT 1) u
+    LOOP
+        IF r.is_held THEN
+            v_holders[r.n] := r.id;
+        ELSIF r.is_held IS NULL THEN
+            RETURN NULL;
+        ELSE
+            v_left[r.n] := r.id;
+        END IF;
+    END LOOP;
+    WHILE v_n <= v_count LOOP
+        IF v_left[v_n] IS NOT NULL THEN
+            UPDATE awa.job_uniques u
+               SET id = (p_rows[v_n]).id, states = (p_rows[v_n]).states, slot = (p_rows[v_n]).slot,
+                   lane = (p_rows[v_n]).lane, xid = (p_rows[v_n]).xid, queue = (p_rows[v_n]).queue
+             WHERE u.key = (p_rows[v_n]).key AND u.id = v_left[v_n];
+            IF NOT FOUND THEN
+                RETURN NULL;
+            END IF;
+            v_holders[v_n] := (p_rows[v_n]).id;
+            v_n := v_n + 1;
+            CONTINUE;
+        END IF;
+        v_end := v_n;
+        WHILE v_end < v_count AND v_left[v_end + 1] IS NULL LOOP
+            v_end := v_end + 1;
+        END LOOP;
+        FOR r IN WITH taken AS (
+                     INSERT INTO awa.job_uniques (key, id, states, slot, lane, xid, queue)
+                     SELECT k.key, k.id, k.states, k.slot, k.lane, k.xid, k.queue
+                       FROM (SELECT * FROM unnest(p_rows[v_n:v_end], v_holders[v_n:v_end]) WITH ORDINALITY
+                                        AS k(key, id, states, slot, lane, xid, queue, holder, n)
+                              WHERE k.holder IS NULL ORDER BY k.n) k
+                         ON CONFLICT (key) DO NOTHING
+                     RETURNING id
+                 )
+                 SELECT k.n::integer + v_n - 1 AS n, t.id FROM unnest(p_rows[v_n:v_end]) WITH ORDINALITY
+                        AS k(key, id, states, slot, lane, xid, queue, n) JOIN taken t USING (id)
+        LOOP
+            v_holders[r.n] := r.id;
+        END LOOP;
+        -- those that somebody else has taken since the look above
+        FOR v_at IN v_n..v_end LOOP
+            IF v_holders[v_at] IS NULL THEN
+                SELECT u.id INTO r FROM awa.job_uniques u WHERE u.key = (p_rows[v_at]).key AND awa.is_held(u);
+                IF NOT FOUND THEN
+                    RETURN NULL;
+                END IF;
+                v_holders[v_at] := r.id;
+            END IF;
+        END LOOP;
+        v_n := v_end + 1;
+    END LOOP;
+    RETURN v_holders;
 END $$;
 
 CREATE FUNCTION awa.unclaimed(p_queue text, p_limit integer, p_slot smallint DEFAULT NULL::smallint, p_lane smallint DEFAULT NULL::smallint) RETURNS TABLE(slot smallint, lane smallint, xid xid8, entry_id bigint)
@@ -1688,6 +2173,30 @@ CREATE FUNCTION awa.unclaimed_entries() RETURNS TABLE(slot smallint, queue text,
      WHERE NOT EXISTS (SELECT FROM member m WHERE m.slot = j.slot AND m.entry_id = j.entry_id AND m.xid = j.xid)
        AND NOT EXISTS (SELECT FROM loose l WHERE l.slot = j.slot AND l.entry_id = j.entry_id)
 $$;
+
+CREATE FUNCTION awa.unknown_among(p_ids bigint[]) RETURNS bigint[]
+    LANGUAGE plpgsql
+    AS $$
+DECLARE
+    v_unknown bigint[];
+BEGIN
+    -- twice: what is carried out of a segment that is emptied at this moment is not found at first
+    FOR v_try IN 1..2 LOOP
+        v_unknown := ARRAY(SELECT DISTINCT p FROM unnest(p_ids) p
+                            WHERE NOT EXISTS (SELECT FROM awa.waiting_jobs w WHERE w.id = p)
+                              AND NOT EXISTS (SELECT FROM awa.ended_jobs e WHERE e.id = p));
+        EXIT WHEN cardinality(v_unknown) = 0;
+        BEGIN
+            v_unknown := ARRAY(SELECT p FROM unnest(v_unknown) p
+                                WHERE NOT EXISTS (SELECT FROM awa.find_job_v2(p)) ORDER BY p);
+            RAISE EXCEPTION 'seen' USING ERRCODE = 'AWA09';      -- no lock on the ring is left
+        EXCEPTION WHEN SQLSTATE 'AWA09' THEN
+            NULL;
+        END;
+        EXIT WHEN cardinality(v_unknown) = 0;
+    END LOOP;
+    RETURN v_unknown;
+END $$;
 
 CREATE FUNCTION awa.xid_before(p_xid xid8) RETURNS xid8
     LANGUAGE sql IMMUTABLE
@@ -1929,7 +2438,8 @@ CREATE TABLE awa.waiting_jobs (
     expires_at timestamp with time zone,
     follow_ups json,
     history json,
-    CONSTRAINT waiting_jobs_check CHECK (((waits_for = 'time'::text) = (run_at IS NOT NULL)))
+    parents bigint[],
+    on_parent_failure text COLLATE pg_catalog."C"
 )
 WITH (autovacuum_vacuum_scale_factor='0.01', autovacuum_vacuum_cost_delay='0');
 
@@ -1964,6 +2474,9 @@ ALTER TABLE ONLY awa.frontiers
 
 ALTER TABLE ONLY awa.gone_runtimes
     ADD CONSTRAINT gone_runtimes_pkey PRIMARY KEY (runtime);
+
+ALTER TABLE ONLY awa.job_uniques
+    ADD CONSTRAINT job_uniques_pkey PRIMARY KEY (key);
 
 ALTER TABLE awa.jobs
     ADD CONSTRAINT jobs_history_is_readable CHECK (((history IS NULL) OR ((json_typeof(history) = 'array'::text) AND (((history -> '-1'::integer) ->> 'outcome'::text) <> ''::text)))) NOT VALID;
@@ -2000,6 +2513,9 @@ ALTER TABLE awa.waiting_jobs
 
 ALTER TABLE awa.waiting_jobs
     ADD CONSTRAINT waiting_jobs_queue_is_short CHECK ((octet_length(queue) <= 800)) NOT VALID;
+
+ALTER TABLE awa.waiting_jobs
+    ADD CONSTRAINT waiting_jobs_time_is_known CHECK (((waits_for <> 'time'::text) OR (run_at IS NOT NULL))) NOT VALID;
 
 CREATE INDEX attempt_ends_claim ON ONLY awa.attempt_ends USING btree (claim_id);
 
@@ -2063,7 +2579,13 @@ REVOKE ALL ON FUNCTION awa.analyze_v1(p_slot smallint) FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION awa.cancel_v1(p_id bigint, p_reason text, p_force boolean, OUT happened text, OUT state text) FROM PUBLIC;
 
+REVOKE ALL ON FUNCTION awa.enqueue_many_v1(p_queues text[], p_priorities smallint[], p_kinds text[], p_args text[], p_max_attempts smallint[], p_timeouts integer[], p_tags text[], p_metadata text[], p_run_ats text[], p_delays double precision[], p_keys bytea[], p_on_conflict text[], p_follow_ups text[], p_parents text[], p_on_parent_failure text[], p_notify boolean) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION awa.enqueue_v1(p_kind text, p_args json, p_queue text, p_priority integer, p_max_attempts integer, p_timeout_ms integer, p_run_at timestamp with time zone, p_delay interval, p_tags text[], p_metadata json, p_unique_key bytea, p_unique_states text[], p_on_conflict text, p_follow_ups json, p_after bigint[], p_on_parent_failure text, p_notify boolean, OUT id bigint, OUT is_new boolean) FROM PUBLIC;
+
 REVOKE ALL ON FUNCTION awa.find_job_v2(p_id bigint) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION awa.holder_v1(p_key bytea) FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION awa.prune_v1(p_slot smallint, p_entries bigint, p_file oid) FROM PUBLIC;
 

@@ -18,6 +18,7 @@ from psycopg import connect
 import awa
 from awa.embedded import Binaries, Server
 from awa.testing import connected, databases, run_all
+from tests.acceptance.run_page import read_blocks
 from tests.fixtures.db import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -119,6 +120,17 @@ def test_a_project_with_three_lines(project: Path, run: Run, server: Server) -> 
     with psycopg.connect(server.url("postgres")) as conn:
         left = conn.execute("SELECT datname FROM pg_database WHERE datname LIKE 'awa_test%'").fetchall()
     assert left == []
+
+
+@pytest.mark.parametrize(("page", "many"), [("README.md", 1), ("docs/testing.md", 2)])
+def test_the_tests_in_the_documentation_pass(project: Path, run: Run, server: Server, page: str, many: int) -> None:
+    """Guards what a new user types first; the pages' other blocks are run elsewhere."""
+    (project / "conftest.py").unlink()
+    for block in read_blocks(ROOT / page):
+        if block.file_name:
+            write(project, block.file_name, block.text)
+    said = run("-m", "pytest", "-q", AWA_TEST_DATABASE_URL=server.url("postgres"))
+    assert f"{many} passed" in said
 
 
 def test_the_plugin_costs_nothing_unused() -> None:

@@ -142,6 +142,8 @@ def order_of_things(client: awa.Client, conn: psycopg.Connection[Any]) -> list[A
             other.bind(1),
             NewJob(step.bind("in 20 s", []), delay=20),
             NewJob(step.bind("in 10 s", []), delay=10),
+            NewJob(step.bind("in 2 h", []), delay=7200),
+            NewJob(step.bind("in 1 h", []), delay=3600),
             NewJob(step.bind("past", []), run_at=datetime.now(UTC) - timedelta(days=1)),
             NewJob({"name": "alias", "then": []}, kind="old"),
         ]
@@ -174,7 +176,9 @@ def control(client: awa.Client, conn: psycopg.Connection[Any]) -> list[Any]:
     here = client.insert(victim.bind("never"))
     said.append([client.cancel(waits.id).happened, client.cancel(here.id, reason="why").happened])
     said.append(client.cancel(here.id).happened)
-    return [said, told(client, run_all(client))]
+    for how in ("ask", "force", "succeed"):
+        client.insert(victim.bind(how))
+    return [said, told(client, run_all(client, raises=False)), said]
 
 
 def completing(client: awa.Client, conn: psycopg.Connection[Any]) -> list[Any]:
