@@ -6,16 +6,13 @@
         client                                       # made at its first use in the app; opens nothing before it is used
         worker -> handler in an app context          # pushed and torn down around every job
 
-Nothing here refers to an app for longer than the app lives.
+An Awa refers to no app: an app that is gone takes its client along.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import threading
-import weakref
 from collections.abc import Callable, Mapping
 from contextvars import Context
 from dataclasses import dataclass, fields
@@ -123,6 +120,9 @@ class Awa:
     insert = _OfClient(Client.insert)
     insert_many = _OfClient(Client.insert_many)
     insert_many_copy = _OfClient(Client.insert_many_copy)
+    insert_async = _OfClient(Client.insert_async)
+    insert_many_async = _OfClient(Client.insert_many_async)
+    insert_many_copy_async = _OfClient(Client.insert_many_copy_async)
     get = _OfClient(Client.get)
     cancel = _OfClient(Client.cancel)
     worker = _OfClient(Client.worker)
@@ -141,27 +141,18 @@ class _State:
     def __init__(self, awa: Awa) -> None:
         self.awa = awa
 
-    def client_of(self, app: Flask, **typed: Any) -> Client:
-        """The client of *app*; when anything was *typed*, a new one that heeds it."""
-        made: Client | None = None if typed else vars(self).get("client")
+    def client_of(self, app: Flask) -> Client:
+        """The client of *app*."""
+        made: Client | None = vars(self).get("client")
         if made is None:
-            mine = AppClient(app, self.awa._declared, **typed)
-            if typed:
-                vars(self)["client"] = mine
-            # without a lock, which a fork might find taken: of two threads the second drops what it made
-            made = vars(self).setdefault("client", mine)
-            if made is mine:
-                weakref.finalize(app, _close_later, mine).atexit = False
+            # without a lock, which a fork might find taken: of two threads the second drops what it made and never used
+            made = vars(self).setdefault("client", AppClient(app, self.awa._declared))
         return made
 
-
-def _close_later(client: Client) -> None:
-    """Close the connections of an app that is gone.
-
-    By another thread, since this may be called wherever the garbage is collected: in the middle of the pool, too.
-    """
-    with contextlib.suppress(RuntimeError):  # no thread can be started any more
-        threading.Thread(target=client.close, name="awa-close", daemon=True).start()
+    def renewed(self, app: Flask, *, database: str | None, flags: Mapping[str, object]) -> Client:
+        """The client of *app* from now on: one for which these go before the config."""
+        made = vars(self)["client"] = AppClient(app, self.awa._declared, database=database, flags=flags)
+        return made
 
 
 class AppClient(Client):
@@ -176,7 +167,7 @@ class AppClient(Client):
         self, app: Flask, tasks: Client, *, database: str | None = None, flags: Mapping[str, object] | None = None
     ) -> None:
         said = read_config(app.config)
-        self._app = weakref.ref(app)
+        self._app = app
         self._config = said.settings
         self._flags = dict(flags or {})
         super().__init__(database or said.database, tasks_of=tasks, **said.options)
@@ -191,10 +182,7 @@ class AppClient(Client):
         return load_settings(given, flags=self._flags | (flags or {}), config=self._config)
 
     def _wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        app = self._app()
-        if app is None:
-            raise RuntimeError("the app of this client is gone: keep the app while its jobs run")
-        return in_context(app, function)
+        return in_context(self._app, function)
 
 
 # --- config

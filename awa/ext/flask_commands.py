@@ -80,7 +80,7 @@ def worker(database: str | None, queues: tuple[str, ...], **flags: str | bool | 
 
     def find() -> Client:
         app.logger.removeHandler(default_handler)  # its lines go where all logs go
-        client: Client = app.extensions[NAME].client_of(app, database=database, flags=given)
+        client: Client = app.extensions[NAME].renewed(app, database=database, flags=given)
         return client
 
     run_worker(load_settings(flags=given, config=read_config(app.config).settings), given, database, find)

@@ -113,7 +113,7 @@ def _link(path: Path) -> str:
 
 
 def test_twenty_apps_leave_nothing(database: str, conn: Conn, recwarn: pytest.WarningsRecorder) -> None:
-    """Guard: the finalizer that closes an app's client. Without it connections would be lost with a ResourceWarning."""
+    """Guard: only the app refers to its client, whose pool ends with it. A list of them anywhere would keep all."""
     queue = Awa()
 
     @queue.task()
@@ -192,6 +192,11 @@ def test_config_goes_before_the_environment_and_the_options_of_a_worker_before_b
         assert client.worker(flags={"threads": "6"})._settings.threads == 6
         assert client.worker(threads=8, flags={"threads": "6"})._settings.threads == 8
         assert client._defaults.max_args_bytes == 100
+        typed = {"schema": "typed", "threads": "9"}  # as for `flask awa worker`
+        renewed = app.extensions["awa"].renewed(app, database="postgresql://h/typed", flags=typed)
+        assert app.extensions["awa"].awa.client is renewed
+        assert (renewed._schema.name, renewed._database) == ("typed", "postgresql://h/typed")
+        assert renewed.worker()._settings.threads == 9
     monkeypatch.setenv("AWA_PG_BIN", "/elsewhere")
     with pytest.raises(awa.ConfigError, match="AWA_PG_BIN"):
         make_app(Awa(), **copied)
@@ -583,7 +588,7 @@ def test_the_commands_know_the_database_and_the_settings_of_the_app(
 
 
 def test_python_m_awa_worker_names_the_command_of_flask(shop: WorkerProcesses) -> None:
-    for target in ("app", "app:queue", "site_app:app"):
+    for target in ("app", "site_app:app"):
         shop.module("from app import create_app\napp = create_app()", "site_app")
         worker = shop.start(target, URI="postgresql://nobody@127.0.0.1:1/x")
         assert worker.wait(30) == 78
