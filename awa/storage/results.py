@@ -357,7 +357,7 @@ class _Line:
         """Until the server tells of a job or somebody wakes us, at most *seconds*."""
         self._collect()  # what was read together with the last answer does not wake a poll
         if seconds > 0 and not self._notified:
-            self._poll.poll(min(seconds * 1000, LONGEST_PAUSE * 1000))
+            self._poll.poll(seconds * 1000)
         with suppress(BlockingIOError):
             self._awake.recv(1000)
         self.conn.pgconn.consume_input()
