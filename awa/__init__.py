@@ -32,7 +32,7 @@ from awa.registry import BoundArgs, Task
 from awa.retry import exponential, fixed, linear
 from awa.storage.control import Controlled
 from awa.storage.jobs import JobInfo
-from awa.unique import unique_key
+from awa.unique import Unique, unique_key
 from awa.version import VERSION as __version__
 
 __all__ = [
@@ -69,6 +69,7 @@ __all__ = [
     "StorageNotTrusted",
     "Task",
     "TerminalError",
+    "Unique",
     "UniqueConflict",
     "UnknownKind",
     "ValidationError",

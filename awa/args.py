@@ -33,7 +33,7 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import date, datetime
 from decimal import Decimal, InvalidOperation
@@ -55,6 +55,10 @@ _JSON_TYPES: frozenset[type] = frozenset({str, int, float, bool, type(None), lis
 
 class Codec(Protocol):
     """Args of one type to JSON text and back."""
+
+    @property
+    def names(self) -> frozenset[str] | None:
+        """The names that its objects may have; None for any."""
 
     def dump(self, value: Any, max_bytes: int) -> bytes:
         """JSON text of *value*, an object.
@@ -147,6 +151,8 @@ class _Converter:
     """Exact types whose values both ways pass through unchanged, so that nobody need call."""
     json: frozenset[type] = frozenset()
     """Exact types of the JSON values that *encode* gives; what tells the members of a union apart."""
+    names: frozenset[str] | None = None
+    """The names of the objects that *encode* gives; None when it gives none, or any name."""
 
 
 def _same(value: Any) -> Any:
@@ -550,6 +556,7 @@ class _Record:
         self._fields = _record_fields(tp, building)
         del building[tp]
         self._names = frozenset(field.name for field in self._fields)
+        object.__setattr__(self.converter, "names", self._names)  # it is known to fields of its own type before them
         self._plain = [(field.name, field.converter.plain) for field in self._fields]
         # Without renamed parameters, an object of plain values is the keyword arguments as it stands.
         self._is_direct = all(field.name == field.init_name for field in self._fields)
@@ -673,6 +680,8 @@ def _hints(owner: Any, shown: Any, **scope: Any) -> dict[str, Any]:
 class _MappingCodec:
     """The codec of a plain mapping: JSON values as they are; the handler gets a dict."""
 
+    names = None
+
     def dump(self, value: Any, max_bytes: int) -> bytes:
         if type(value) is not dict:
             if not isinstance(value, Mapping):
@@ -692,6 +701,7 @@ class _ConverterCodec:
 
     def __init__(self, converter: _Converter) -> None:
         self._converter = converter
+        self.names = converter.names
 
     def dump(self, value: Any, max_bytes: int) -> bytes:
         return _dump(self._converter.encode, value, max_bytes)
@@ -713,6 +723,9 @@ def _foreign_converter(tp: Any) -> _Converter | None:
             lambda value: value.model_dump(mode="json", by_alias=True, round_trip=True, warnings="error"),
             # From text, so that strict models accept a datetime as JSON has it.
             lambda value: tp.model_validate_json(orjson.dumps(value)),
+            None
+            if tp.model_config.get("extra") == "allow"
+            else [field.serialization_alias or field.alias or name for name, field in tp.model_fields.items()],
         )
     msgspec: Any = sys.modules.get("msgspec")
     if msgspec is not None and issubclass(tp, msgspec.Struct):
@@ -723,11 +736,14 @@ def _foreign_converter(tp: Any) -> _Converter | None:
             msgspec.convert(written, tp)
             return written
 
-        return _library_converter(tp, write, lambda value: msgspec.convert(value, tp))
+        names = [field.encode_name for field in msgspec.structs.fields(tp)]
+        return _library_converter(tp, write, lambda value: msgspec.convert(value, tp), names)
     return None
 
 
-def _library_converter(tp: type, write: Callable[[Any], Any], read: Callable[[Any], Any]) -> _Converter:
+def _library_converter(
+    tp: type, write: Callable[[Any], Any], read: Callable[[Any], Any], names: Iterable[str] | None
+) -> _Converter:
     def encode(value: Any) -> Any:
         if type(value) is not tp:
             raise _wanted(f"a {_name(tp)}", value)
@@ -746,7 +762,7 @@ def _library_converter(tp: type, write: Callable[[Any], Any], read: Callable[[An
         except Exception as error:
             raise _Misfit(f"is refused by {_name(tp)}: {error}", value) from error
 
-    return _Converter(encode, decode, json=frozenset({dict}))
+    return _Converter(encode, decode, json=frozenset({dict}), names=None if names is None else frozenset(names))
 
 
 def _make_codec(tp: Any) -> Codec:
@@ -821,7 +837,7 @@ class FunctionCodec:
             )
             for name, parameter in self._signature.parameters.items()
         ]
-        self._names = frozenset(field.name for field in self._fields)
+        self.names = self._names = frozenset(field.name for field in self._fields)
         self._plain = [(field.name, field.converter.plain) for field in self._fields]
         # a call that gives every parameter by position needs no signature: a fifth of the time
         by_position = all(

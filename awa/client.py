@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 from psycopg import Connection
 
@@ -24,6 +24,7 @@ from awa.storage.pool import Pool
 from awa.storage.pooler import declare_as
 from awa.storage.results import Results
 from awa.storage.schema import Schema
+from awa.unique import Unique, check_key
 from awa.version import VERSION
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 H = TypeVar("H", bound=Callable[[], object])
 
-_NO_OPTIONS = (None,) * 12
+_NO_OPTIONS = (None,) * 13
 
 
 class Client:
@@ -117,6 +118,7 @@ class Client:
         retry_on: type[BaseException] | Sequence[type[BaseException]] | None = None,
         fail_on: type[BaseException] | Sequence[type[BaseException]] | None = None,
         keep_result: bool = False,
+        unique: Unique | None = None,
     ) -> Callable[[Callable[P, R]], Task[P, R]]:
         """Declare the function below as the handler of a kind of jobs. It stays callable as itself.
 
@@ -133,6 +135,7 @@ class Client:
             fail_on: These exceptions fail the job at once.
             keep_result: Keep what the handler returns, for :meth:`result`; a value that is no JSON, or longer than
                 ``max_args_bytes``, fails the job.
+            unique: What makes its jobs equal, of which there is one at most; an insert may say otherwise.
 
         Raises:
             ConfigError: The function cannot be a handler, or an option cannot work.
@@ -149,6 +152,7 @@ class Client:
             retry_on=retry_on,
             fail_on=fail_on,
             keep_result=keep_result,
+            unique=unique,
         )
 
         def declare(func: Callable[P, R]) -> Task[P, R]:
@@ -194,6 +198,7 @@ class Client:
         on_completed: Any = None,
         on_failed: Any = None,
         on_cancelled: Any = None,
+        unique: Unique | Literal[False] | None = None,
         conn: Lent | None = None,
     ) -> Inserted:
         """Write one job.
@@ -201,17 +206,18 @@ class Client:
         Args:
             args: An instance of a task's args type, ``task.bind(...)``, a NewJob, or a mapping together with *kind*.
             kind, queue, priority, max_attempts, timeout, run_at, delay, tags, metadata, on_completed, on_failed,
-                on_cancelled: See :class:`awa.NewJob`.
+                on_cancelled, unique: See :class:`awa.NewJob`.
             conn: A psycopg connection or cursor whose transaction the job joins; it is never committed or rolled back
                 here. None writes and commits at once.
 
         Raises:
             ValidationError: Args or an option cannot be stored; nothing was sent.
             ConfigError: Nothing says which kind it is.
+            UniqueConflict: An equal job exists, and *unique* says to raise; the transaction of *conn* stays usable.
         """
         item = args
-        follow_ups = on_completed, on_failed, on_cancelled
-        if (kind, queue, priority, max_attempts, timeout, run_at, delay, tags, metadata, *follow_ups) != _NO_OPTIONS:
+        others = on_completed, on_failed, on_cancelled, unique
+        if (kind, queue, priority, max_attempts, timeout, run_at, delay, tags, metadata, *others) != _NO_OPTIONS:
             given = {
                 "kind": kind,
                 "queue": queue,
@@ -225,6 +231,7 @@ class Client:
                 "on_completed": on_completed,
                 "on_failed": on_failed,
                 "on_cancelled": on_cancelled,
+                "unique": unique,
             }
             item = override(args if isinstance(args, NewJob) else NewJob(args), given)
         return Inserted(*self._producer.insert(item, conn), self)
@@ -239,14 +246,15 @@ class Client:
         Raises:
             ValidationError: An item cannot be stored, and ``.path`` says which; or *items* are not several.
             ConfigError: Nothing says which kind one is.
+            UniqueConflict: An equal job exists, and an item says to raise; the transaction of *conn* stays usable.
         """
         return [Inserted(*written, self) for written in self._producer.insert_many(items, conn)]
 
     def insert_many_copy(self, items: Iterable[Any], *, conn: Lent | None = None) -> int:
         """Write many jobs by COPY, all or nothing; returns how many. The fastest way in, and it takes an iterator.
 
-        The jobs are available at once: ``run_at`` and ``delay`` are refused. An item that is refused leaves the
-        transaction of *conn* as it was before the call.
+        The jobs are available at once: ``run_at``, ``delay`` and ``unique`` are refused. An item that is refused leaves
+        the transaction of *conn* as it was before the call.
 
         Raises:
             ValidationError: As for :meth:`insert_many`.
@@ -329,6 +337,22 @@ class Client:
         force = options.check_flag(force, "force")
         with self._own() as conn:
             return repeated(lambda: control.cancel_job(conn, self._schema, job_id, reason=reason, force=force))
+
+    def cancel_by_unique_key(self, key: bytes, *, reason: str | None = None, force: bool = False) -> Controlled:
+        """Cancel the job that holds a unique key, as :meth:`cancel` does.
+
+        Args:
+            key: 16 bytes, as :func:`awa.unique_key` gives them.
+
+        Raises:
+            JobNotFound: No job holds it.
+            JobBusy: As for :meth:`cancel`.
+            ValidationError: *key* is no key, *reason* cannot be stored, or *force* is no bool.
+        """
+        key, reason = check_key(key), options.check_reason(reason)
+        force = options.check_flag(force, "force")
+        with self._own() as conn:
+            return repeated(lambda: control.cancel_holder(conn, self._schema, key, reason=reason, force=force))
 
     # --- working ----------------------------------------------------------------------------------------------------
 

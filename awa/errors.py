@@ -67,9 +67,9 @@ class DuplicateKind(AwaError):
 
 
 class JobNotFound(AwaError, LookupError):
-    """No job has that id, or its history is gone."""
+    """No job has that id, or its history is gone; or none holds the unique key, then ``job_id`` is None."""
 
-    def __init__(self, message: str, *, job_id: int) -> None:
+    def __init__(self, message: str, *, job_id: int | None) -> None:
         super().__init__(message)
         self.job_id = job_id
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from itertools import chain, islice
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import orjson
 from psycopg import Connection, Cursor
@@ -19,12 +19,17 @@ from awa.errors import ConfigError, ValidationError
 from awa.job import JobId
 from awa.registry import BoundArgs, Registry, Task, TaskOptions
 from awa.storage import jobs
+from awa.storage.clock import DatabaseClock
 from awa.storage.connection import repeated
-from awa.storage.jobs import JobInfo, JobRow, Written
+from awa.storage.jobs import JobInfo, JobRow, KeyAt, Written
 from awa.storage.schema import Schema
+from awa.unique import Unique, check_unique
 
 FIRST_LOOK = 500
 """Jobs of a COPY that are validated before anything is sent."""
+
+NOT_BY_COPY = {"run_at": "run_at", "delay": "delay", "unique": "unique", "follow_ups": "follow-ups", "parents": "after"}
+"""Fields of a row, and the option that fills each."""
 
 Lent = Connection[Any] | Cursor[Any]
 """What ``conn=`` takes."""
@@ -61,6 +66,8 @@ class NewJob:
     """Likewise, when it has failed for good."""
     on_cancelled: Any = field(default=None, kw_only=True)
     """Likewise, when it is cancelled."""
+    unique: Unique | Literal[False] | None = field(default=None, kw_only=True)
+    """What makes it equal to others, of which there is one at most; False: nothing, whatever its task says."""
 
 
 class Reader(Protocol):
@@ -130,13 +137,14 @@ def prepare(item: object, registry: Registry, defaults: Defaults, depth: int = 0
         else:
             kind, body, task = _body(item, None, registry, defaults)
         said = _NOTHING if task is None else task.options
-        return JobRow(
+        row = JobRow(
             said.queue or defaults.queue,
             kind,
             body,
             said.priority or defaults.priority,
             said.max_attempts or defaults.max_attempts,
         )
+        return row if said.unique is None else _with_key(row, said.unique)
     new = item
     given_kind = None if new.kind is None else options.check_kind(new.kind)
     kind, body, task = _body(new.args, given_kind, registry, defaults)
@@ -146,7 +154,7 @@ def prepare(item: object, registry: Registry, defaults: Defaults, depth: int = 0
     run_at = None if new.run_at is None else options.check_run_at(new.run_at)
     if run_at is not None and delay is not None:
         raise ValidationError("run_at and delay exclude each other: give one", path="delay", value=new.delay)
-    return JobRow(
+    row = JobRow(
         (said.queue or defaults.queue) if new.queue is None else options.check_queue(new.queue),
         kind,
         body,
@@ -161,6 +169,14 @@ def prepare(item: object, registry: Registry, defaults: Defaults, depth: int = 0
         delay or None,
         follow_ups=_follow_ups(new, registry, defaults, depth),
     )
+    if new.unique is None:
+        return row if said.unique is None else _with_key(row, said.unique)
+    if new.unique is False:
+        return row
+    unique = check_unique(new.unique)
+    assert unique is not None
+    unique.check_names((codec_for(type(new.args)) if task is None else task.codec).names, kind)
+    return _with_key(row, unique)
 
 
 MOST_FOLLOWING = 20
@@ -210,11 +226,14 @@ def _follow_up(path: str, item: object, registry: Registry, defaults: Defaults, 
         ) from error
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-    for name, value in (("unique", row.unique), ("after", row.parents)):
+    for name, value, advice in (
+        ("unique", row.unique, "say unique=False"),
+        ("after", row.parents, "leave after out"),
+    ):
         if value is not None:
             raise ValidationError(
                 f"{path} has {name}, but a follow-up must not wait for other jobs, since a worker inserts it as it "
-                f"records the outcome: leave {name} out, or have a handler insert the job",
+                f"records the outcome: {advice}, or have a handler insert the job",
                 path=f"{path}.{name}",
                 value=value,
             )
@@ -235,6 +254,16 @@ def _follow_up(path: str, item: object, registry: Registry, defaults: Defaults, 
 
 
 _NOTHING = TaskOptions()
+
+
+def _with_key(row: JobRow, unique: Unique) -> JobRow:
+    """*row* with its key; with what gives the key from the database's time, when that is part of it."""
+    if unique.period is not None and row.run_at is None:
+        delay = row.delay or 0.0
+        key: bytes | KeyAt = lambda now: unique.key(row.kind, row.args, row.queue, now + delay)  # noqa: E731
+    else:
+        key = unique.key(row.kind, row.args, row.queue, None if row.run_at is None else row.run_at.timestamp())
+    return row._replace(unique=key, on_conflict=unique.on_conflict)
 
 
 def _body(
@@ -324,14 +353,20 @@ class Producer:
     """Whether to wake idle workers."""
     own: Callable[[], AbstractContextManager[Connection]]
     """Lends a connection of the library's own, in autocommit mode."""
+    clock: DatabaseClock = field(default_factory=DatabaseClock)
+    """For keys with a period."""
 
     def insert(self, item: object, conn: Lent | None) -> Written:
         """Write one job, in the transaction of *conn* or in one of its own."""
         row = prepare(item, self.registry, self.defaults)
         if conn is not None:
-            return jobs.insert_job(lent(conn), self.schema, row, notify=self.notify)
+            writing = lent(conn)
+            [row] = self._timed([row], writing)
+            return jobs.insert_job(writing, self.schema, row, notify=self.notify)
         with self.own() as borrowed:
-            return repeated(lambda: jobs.insert_job(borrowed, self.schema, row, notify=self.notify))
+            return repeated(
+                lambda: jobs.insert_job(borrowed, self.schema, *self._timed([row], borrowed), notify=self.notify)
+            )
 
     def insert_many(self, items: Iterable[object], conn: Lent | None) -> list[Written]:
         """Write a batch by one statement, all or nothing; what became of each, in the order of *items*."""
@@ -339,9 +374,19 @@ class Producer:
         if not rows:
             return []
         if conn is not None:
-            return jobs.insert_jobs(lent(conn), self.schema, rows, notify=self.notify)
+            writing = lent(conn)
+            return jobs.insert_jobs(writing, self.schema, self._timed(rows, writing), notify=self.notify)
         with self.own() as borrowed:
-            return repeated(lambda: jobs.insert_jobs(borrowed, self.schema, rows, notify=self.notify))
+            return repeated(
+                lambda: jobs.insert_jobs(borrowed, self.schema, self._timed(rows, borrowed), notify=self.notify)
+            )
+
+    def _timed(self, rows: list[JobRow], conn: Connection[Any]) -> list[JobRow]:
+        """*rows* with the keys that depend on the database's time."""
+        if not any(callable(row.unique) for row in rows):
+            return rows
+        now = self.clock.read(conn)
+        return [row._replace(unique=row.unique(now)) if callable(row.unique) else row for row in rows]
 
     def insert_many_copy(self, items: Iterable[object], conn: Lent | None) -> int:
         """Write jobs by COPY, all or nothing; they are validated as they stream."""
@@ -353,12 +398,12 @@ class Producer:
     def _stream(self, items: Iterable[object]) -> Iterator[JobRow]:
         for position, item in enumerate(_several(items)):
             row = self._at(position, item)
-            if row.run_at is not None or row.delay:
-                given = "delay" if row.run_at is None else "run_at"
+            given = next((name for name in NOT_BY_COPY if getattr(row, name) is not None), None)
+            if given is not None:
                 raise ValidationError(
-                    f"items[{position}] has {given}, but insert_many_copy takes jobs that are available at once: "
-                    "use insert_many for the others",
-                    path=f"items[{position}].{given}",
+                    f"items[{position}] has {NOT_BY_COPY[given]}, but insert_many_copy takes jobs that are available "
+                    "at once and have nothing to do with others: use insert_many for it",
+                    path=f"items[{position}].{NOT_BY_COPY[given]}",
                     value=getattr(row, given),
                 )
             yield row

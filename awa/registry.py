@@ -24,6 +24,7 @@ from awa.options import (
     declared,
 )
 from awa.retry import ExceptionTypes, RetryPolicy, check_exception_types, check_policy
+from awa.unique import Unique, check_unique
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -50,6 +51,8 @@ class TaskOptions:
     """These fail the job at once."""
     keep_result: bool = False
     """Whether what the handler returns is kept for who asks for it."""
+    unique: Unique | None = None
+    """What makes its jobs equal."""
 
     @classmethod
     def declare(
@@ -63,6 +66,7 @@ class TaskOptions:
         retry_on: type[BaseException] | Sequence[type[BaseException]] | None = None,
         fail_on: type[BaseException] | Sequence[type[BaseException]] | None = None,
         keep_result: bool = False,
+        unique: Unique | None = None,
     ) -> Self:
         """The options as they are used: a ``timedelta`` as seconds, exceptions as a tuple.
 
@@ -78,6 +82,7 @@ class TaskOptions:
             retry_on=None if retry_on is None else check_exception_types(retry_on, "retry_on"),
             fail_on=None if fail_on is None else check_exception_types(fail_on, "fail_on"),
             keep_result=declared(lambda value: check_flag(value, "keep_result"), keep_result),
+            unique=check_unique(unique),
         )
 
 
@@ -152,6 +157,8 @@ class Task(Generic[P, R]):
         self.aliases = tuple(declared(lambda alias: check_kind(alias, "aliases"), alias) for alias in aliases)
         self.options = options or TaskOptions()
         self.dump_result = result_dumper(func) if self.options.keep_result else None
+        if self.options.unique is not None:
+            self.options.unique.check_names(self.codec.names, self.kind)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function here and now; no job is made."""

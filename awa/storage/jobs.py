@@ -5,7 +5,7 @@ Claiming and settling, which share one round trip, are in ``line``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -25,6 +25,10 @@ from awa.storage.schema import Schema
 
 if TYPE_CHECKING:
     from awa.storage.grants import Part
+
+
+KeyAt = Callable[[float], bytes]
+"""The database's time in seconds since 1970 -> the key of a job that is unique for a period."""
 
 
 class JobRow(NamedTuple):  # a tuple: made once per job, in half the time of a frozen dataclass
@@ -50,8 +54,9 @@ class JobRow(NamedTuple):  # a tuple: made once per job, in half the time of a f
     """Not before; None: at once, or after *delay*."""
     delay: float | None = None
     """Seconds from the database's now."""
-    unique: bytes | None = None
-    """The key it shares with its equals: 16 bytes, and a 17th with the states that hold it, if they are not the usual."""
+    unique: bytes | KeyAt | None = None
+    """The key it shares with its equals: 16 bytes, and a 17th with the states that hold it, if they are not the usual.
+    Or what gives it; its producer asks that before the row is written."""
     on_conflict: str | None = None
     """``return``, ``raise`` or ``replace``, when it has a key."""
     follow_ups: bytes | None = None
@@ -73,7 +78,7 @@ class JobRow(NamedTuple):  # a tuple: made once per job, in half the time of a f
 
 
 _PLAIN = (None,) * 10
-_UNBOUND = (None,) * 5
+_NOTHING_RARE = _UNBOUND = (None,) * 5
 
 
 class Written(NamedTuple):
@@ -141,13 +146,29 @@ INSERT_ANY = """
     SELECT i.id, (SELECT {ring} FROM bells b) FROM input i ORDER BY i.n
 """
 
+ENQUEUE_KEY = """
+    SELECT id, is_new
+      FROM awa.enqueue_v1(p_kind => %s, p_args => %s, p_queue => %s, p_priority => %s, p_max_attempts => %s,
+                          p_unique_key => %s, p_on_conflict => %s, p_notify => {notify})
+"""
+
+ENQUEUE_ONE = """
+    SELECT id, is_new
+      FROM awa.enqueue_v1(p_queue => %(queue)s, p_kind => %(kind)s, p_args => %(args)s::json,
+                          p_priority => %(priority)s, p_max_attempts => %(max_attempts)s,
+                          p_timeout_ms => %(timeout_ms)s, p_tags => %(tags)s, p_metadata => %(metadata)s::json,
+                          p_run_at => %(run_at)s, p_delay => %(delay)s::double precision * interval '1 s',
+                          p_unique_key => %(key)s, p_unique_states => %(states)s, p_on_conflict => %(on_conflict)s,
+                          p_follow_ups => %(follow_ups)s::json, p_notify => {notify})
+"""
+
 ENQUEUE_MANY = """
     SELECT n, id, is_new, problem
       FROM awa.enqueue_many_v1(%(queues)b::text[], %(priorities)b::smallint[], %(kinds)b::text[], %(args)b::text[],
                                %(max_attempts)b::smallint[], %(timeouts)s::integer[], %(tags)b::text[],
                                %(metadata)b::text[], %(run_ats)b::text[], %(delays)s::double precision[],
                                %(keys)s::bytea[], %(on_conflict)s::text[], %(follow_ups)b::text[], %(parents)s::text[],
-                               %(on_parent_failure)s::text[], %(notify)s::boolean)
+                               %(on_parent_failure)s::text[], {notify})
 """
 
 COPY = "COPY awa.jobs (queue, lane, priority, kind, args, max_attempts, timeout_ms, tags, metadata) FROM STDIN"
@@ -157,10 +178,10 @@ RING = "SELECT awa.ring(%(queues)s)"
 
 @lru_cache(maxsize=64)
 def _statement(schema: Schema, text: str, notify: bool) -> str:
-    parts = {"{id}": "id", "{bell}": "0", "{ring}": "0"}
+    parts = {"{id}": "id", "{bell}": "0", "{ring}": "0", "{notify}": "false"}
     if notify:
         ring = "count(awa.ring(b.queues)) FILTER (WHERE b.queues IS NOT NULL)"
-        parts = {"{id}": _ONE_BELL, "{bell}": _BELLS, "{ring}": ring}
+        parts = {"{id}": _ONE_BELL, "{bell}": _BELLS, "{ring}": ring, "{notify}": "true"}
     for mark, part in parts.items():
         text = text.replace(mark, part)
     return schema.sql(text.replace("{channel}", schema.channel))
@@ -202,29 +223,75 @@ def insert_job(conn: Connection[Any], schema: Schema, row: JobRow, *, notify: bo
     Raises:
         UniqueConflict, JobNotFound: As for :func:`insert_jobs`.
     """
-    if not row.is_plain:
+    if row.is_plain:
+        queue, kind, args, priority, max_attempts = row[:5]
+        # as text: the server knows the columns' types, and psycopg has one type to look up
+        params: tuple[str | bytes, ...] = (
+            queue,
+            str(2 * priority + 1),
+            str(priority),
+            kind,
+            args.decode(),
+            str(max_attempts),
+        )
+        return Written(JobId(int(_one_row(conn, schema, INSERT_ONE, notify, params)[0])))
+    if row.unique is None or row.parents is not None:
         return insert_jobs(conn, schema, [row], notify=notify)[0]
+    assert isinstance(row.unique, bytes)
+    if row[5:10] == _NOTHING_RARE and row.follow_ups is None and len(row.unique) == 16:
+        queue, kind, args, priority, max_attempts = row[:5]
+        params = (kind, args.decode(), queue, str(priority), str(max_attempts), row.unique, _mode(row))
+        job_id, is_new = _one_row(conn, schema, ENQUEUE_KEY, notify, params)
+    else:
+        [(job_id, is_new)] = _rows(conn, schema, _statement(schema, ENQUEUE_ONE, notify), _named(row))
+    if not is_new and row.on_conflict == "raise":
+        raise conflict("", row.unique, JobId(job_id))
+    return Written(JobId(job_id), is_new)
+
+
+def _mode(row: JobRow) -> str:
+    """What the database is to do about a conflict. Not to raise, which would break the transaction: it returns."""
+    return "replace" if row.on_conflict == "replace" else "return"
+
+
+def _named(row: JobRow) -> dict[str, Any]:
+    """The parameters of ``ENQUEUE_ONE``."""
+    key = row.unique
+    assert isinstance(key, bytes)
+    return row._asdict() | {
+        "args": row.args.decode(),
+        "tags": None if row.tags is None else list(row.tags),
+        "metadata": None if row.metadata is None else row.metadata.decode(),
+        "key": key[:16],
+        "states": None if len(key) == 16 else [state for bit, state in enumerate(JobState) if key[16] >> bit & 1],
+        "on_conflict": _mode(row),
+        "follow_ups": None if row.follow_ups is None else row.follow_ups.decode(),
+    }
+
+
+def _one_row(
+    conn: Connection[Any], schema: Schema, text: str, notify: bool, params: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """The row that a producer's statement for one job gives."""
     # Kept with the connection for the next insert: a new cursor, which knows no types yet, costs a tenth of an insert.
     # Taken out meanwhile, so that two threads on one connection do not read each other's results.
     kept: _Kept | None = conn.__dict__.pop(_KEPT, None)
-    if kept is None or kept[0] is not schema or kept[1] is not notify:
-        kept = schema, notify, _statement(schema, INSERT_ONE, notify), _cursor(conn)
-    _, _, statement, cursor = kept
-    queue, kind, args, priority, max_attempts = row[:5]
+    if kept is None or kept[0] is not schema or kept[1] is not notify or kept[2] is not text:
+        kept = schema, notify, text, _statement(schema, text, notify), _cursor(conn)
+    _, _, _, statement, cursor = kept
     try:
-        # as text: the server knows the columns' types, and psycopg has one type to look up
-        cursor.execute(statement, (queue, str(2 * priority + 1), str(priority), kind, args.decode(), str(max_attempts)))
+        cursor.execute(statement, params)
     except REFUSED as error:
         raise refusal(conn, schema, "producer", error) from error
     found = cursor.fetchone()
     assert found is not None
     conn.__dict__[_KEPT] = kept
-    return Written(JobId(int(found[0])))
+    return found
 
 
 _KEPT = "_awa_insert"
 
-_Kept = tuple[Schema, bool, str, Cursor[tuple[Any, ...]]]
+_Kept = tuple[Schema, bool, str, str, Cursor[tuple[Any, ...]]]
 
 
 class _Array(bytes):
@@ -283,9 +350,8 @@ def insert_jobs(conn: Connection[Any], schema: Schema, rows: Sequence[JobRow], *
                 "follow_ups": _Array(text_array([row.follow_ups for row in rows])),
                 "parents": [None if row.parents is None else f"{{{','.join(map(str, row.parents))}}}" for row in rows],
                 "on_parent_failure": [row.on_parent_failure for row in rows],
-                "notify": notify,
             }
-            return _enqueued(rows, _rows(conn, schema, schema.sql(text), params))
+            return _enqueued(rows, _rows(conn, schema, _statement(schema, text, notify), params))
     return [Written(JobId(int(found[0]))) for found in _rows(conn, schema, _statement(schema, text, notify), params)]
 
 
@@ -305,7 +371,7 @@ def _enqueued(rows: Sequence[JobRow], found: list[tuple[Any, ...]]) -> list[Writ
             f"{where}no job has the id {other} that it is to run after, or its history is gone: nothing was inserted",
             job_id=other,
         )
-    assert row.unique is not None
+    assert isinstance(row.unique, bytes)
     raise conflict(where, row.unique, None if other is None else JobId(other))
 
 

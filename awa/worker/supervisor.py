@@ -39,6 +39,7 @@ from awa.worker.heartbeat import Heartbeat
 from awa.worker.identity import Identity
 from awa.worker.known import KnownClaims
 from awa.worker.maintenance.deadlines import Deadlines
+from awa.worker.maintenance.keys import Keys
 from awa.worker.maintenance.loop import Maintenance
 from awa.worker.maintenance.promote import Promote
 from awa.worker.maintenance.rescue import Rescue
@@ -281,6 +282,7 @@ class Worker:
                     Ring(schema, retention=settings.completed_retention, rotate_after=settings.rotate_after),
                     Retention(schema, failed=settings.failed_retention, dead=settings.dead_retention),
                     Summarize(schema),
+                    Keys(schema),
                 ],
             ),
             Watch(

@@ -141,6 +141,20 @@ def test_a_chain_has_an_end(client: awa.Client) -> None:
         prepared(client, NewJob(Mail("a"), on_completed=items))
 
 
+def test_what_would_wait_for_others_cannot_follow(client: awa.Client) -> None:
+    """It would wait while its worker holds locks. A task may be unique as long as the follow-up says that it is not."""
+    client.task(kind="once", unique=awa.Unique())(do_once)
+    once = client.registry.get("once").bind()
+    for item in (once, NewJob(Mail("b"), unique=awa.Unique(period=60))):
+        with pytest.raises(ValidationError, match="unique=False") as caught:
+            client.insert(Mail("a"), on_completed=[Mail("b"), item])
+        assert caught.value.path == "on_completed[1].unique"
+    assert prepared(client, NewJob(Mail("a"), on_completed=NewJob(once, unique=False))).follow_ups is not None
+
+
+def do_once() -> None: ...
+
+
 def test_copy_takes_none(client: awa.Client) -> None:
     with pytest.raises(ValidationError) as caught:
         client.insert_many_copy([NewJob(Mail("a"), on_completed=Mail("b"))])
