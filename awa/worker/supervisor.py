@@ -69,7 +69,7 @@ FLUSH_OUT_OF_TURN = 0.02
 
 
 def make_handlers(
-    registry: Registry, max_result_bytes: int, wrap: Wrap = lambda function: function
+    registry: Registry, max_result_bytes: int = 256 * 1024, wrap: Wrap = lambda function: function
 ) -> dict[str, Handler]:
     """One handler per kind, aliases included.
 
