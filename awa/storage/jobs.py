@@ -357,7 +357,7 @@ def _batch(schema: Schema, rows: Sequence[JobRow], notify: bool) -> tuple[str, d
 
 def _written(rows: Sequence[JobRow], found: list[tuple[Any, ...]]) -> list[Written]:
     """What became of *rows*, by what the statement of their batch gave."""
-    if any(row.is_bound for row in rows):
+    if len(found[0]) == 4:  # ENQUEUE_MANY
         return _enqueued(rows, found)
     return [Written(JobId(int(row[0]))) for row in found]
 
