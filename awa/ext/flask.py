@@ -125,6 +125,7 @@ class Awa:
     insert_many_copy_async = _OfClient(Client.insert_many_copy_async)
     get = _OfClient(Client.get)
     cancel = _OfClient(Client.cancel)
+    cancel_by_unique_key = _OfClient(Client.cancel_by_unique_key)
     worker = _OfClient(Client.worker)
     connection = _OfClient(Client.connection)
     close = _OfClient(Client.close)
