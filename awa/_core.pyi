@@ -34,6 +34,7 @@ class Handler:
     function: Final[Callable[..., object]]
     load: Final[Callable[[bytes], Any]]
     is_typed: Final[bool]
+    dump_result: Final[Callable[[object], bytes] | None]
     options: Final[Any]
     def __new__(
         cls,
@@ -42,6 +43,7 @@ class Handler:
         load: Callable[[bytes], Any],
         *,
         is_typed: bool,
+        dump_result: Callable[[object], bytes] | None = None,
         options: object = None,
     ) -> Self: ...
 

@@ -154,12 +154,10 @@ _MISTAKES = (
     ("sqlalchemy.engine", "Engine", "lend a connection of it, `with engine.begin() as conn:`, or a Session"),
     ("sqlalchemy.orm", "sessionmaker", "lend the Session that it makes, `with maker.begin() as session:`"),
     ("sqlalchemy.pool", "Pool", "lend a connection of it, or a Session"),
-    ("sqlalchemy.ext.asyncio", "AsyncSession", "lend its psycopg.AsyncConnection to an insert method ending in _async"),
-    (
-        *("sqlalchemy.ext.asyncio", "AsyncConnection"),
-        "lend its psycopg.AsyncConnection to an insert method ending in _async",
+    *(
+        ("sqlalchemy.ext.asyncio", name, "lend a psycopg.AsyncConnection to an insert method that ends in _async")
+        for name in ("AsyncSession", "async_scoped_session", "AsyncConnection", "AsyncEngine")
     ),
-    ("sqlalchemy.ext.asyncio", "AsyncEngine", "lend a psycopg.AsyncConnection to an insert method ending in _async"),
     ("flask_sqlalchemy", "SQLAlchemy", "lend its session: conn=db.session"),
     ("psycopg_pool", "ConnectionPool", "lend a connection of it, `with pool.connection() as conn:`"),
     ("psycopg_pool", "AsyncConnectionPool", "lend a connection of it, `async with pool.connection() as conn:`"),

@@ -6,11 +6,17 @@ import time
 from dataclasses import dataclass
 from typing import Any, cast
 
-from awa._core import Attempt, Crew, Outcomes
+from psycopg import Connection
+
+from awa._core import Attempt, Crew, Handler, Outcomes
+from awa.client import Client
 from awa.errors import TerminalError
 from awa.job import Outcome
-from awa.storage.schema import Schema
+from awa.lent import Lent
+from awa.storage.lent import lent
 from awa.worker.attempt import Attempts
+from awa.worker.supervisor import make_handlers
+from awa.worker.transactions import stale
 
 
 @dataclass(slots=True)
@@ -24,7 +30,7 @@ class Ending:
     elapsed_ms: int = 0
     """How long the handler ran."""
     told: bytes | str | None = None
-    """What is stored with it, as JSON."""
+    """What is stored with it, as JSON: the error, or the result that is kept."""
     error: BaseException | None = None
     """What the handler raised, if that was not an outcome."""
     chosen: Outcome | None = None
@@ -61,16 +67,40 @@ class _Noted:
         self._outcomes.add(attempt, outcome, delay=delay, elapsed_ms=elapsed_ms, error=error, **more)
 
 
-def run_here(attempt: Attempt, schema: Schema, outcomes: Outcomes, attempts: type[Attempts] = Attempts) -> Ending:
-    """Call the handler of *attempt* in this thread; its outcome is noted in *outcomes*, as a worker notes it.
+class Completes(Attempts):
+    """Attempts whose completion by their handlers is believed, since there is no database to ask.
 
-    Raises:
-        BaseException: What is neither an Exception nor SystemExit is meant for the program, such as
-            KeyboardInterrupt: it goes on from here once the outcome is noted.
+    They are completed unless the handler raises after it.
     """
+
+    kept: bytes | None = None
+    """The result that was given, as JSON."""
+
+    def complete(self, attempt: Attempt, conn: Lent, result: object = None) -> None:
+        """Note that the handler completes its attempt; *conn* is not touched."""
+        dump = attempt.handler.dump_result
+        if dump is None and result is not None:
+            super().complete(attempt, conn, result)  # refuses it
+        lent(conn)
+        if isinstance(conn, Connection) and self._transactions.completes(attempt, conn, result):
+            return
+        if not attempt.begin_complete():
+            raise stale(attempt)
+        self.kept = None if dump is None else dump(result)
+
+
+def handlers_of(client: Client) -> dict[str, Handler]:
+    """What a worker of *client* calls for each kind; empty when no task is declared."""
+    if not client.registry.kinds:
+        return {}
+    return make_handlers(client.registry, client._defaults.max_args_bytes, client._wrap)
+
+
+def run_here(attempt: Attempt, client: Client, outcomes: Outcomes, attempts: type[Attempts] = Attempts) -> Ending:
+    """Call the handler of *attempt* in this thread; its outcome is noted in *outcomes*, as a worker notes it."""
     noted = _Noted(outcomes)
     ending = noted.ending
-    made = attempts(schema, cast(Outcomes, noted))
+    made = attempts(client._schema, cast(Outcomes, noted), client.connection, notify=client._notify)
 
     def conclude(attempt: Attempt, result: object, error: BaseException | None, elapsed_ms: int) -> None:
         left = result if error is None else error
@@ -94,6 +124,8 @@ def run_here(attempt: Attempt, schema: Schema, outcomes: Outcomes, attempts: typ
     )
     began = time.monotonic()
     crew.run_here(attempt)
+    if isinstance(made, Completes) and attempt.was_completed and ending.error is None:
+        ending.outcome, ending.told = "completed", made.kept
     ending.elapsed_ms = int((time.monotonic() - began) * 1000)
     return ending
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -10,17 +11,16 @@ from typing import Any, NoReturn
 
 from awa._core import Attempt, Outcomes
 from awa.client import Client
-from awa.errors import AwaError, ConfigError, StaleAttempt
-from awa.insert import Producer, _several, prepare
+from awa.errors import AwaError, ConfigError
+from awa.insert import Producer, prepare
 from awa.job import JobId
-from awa.lent import Lent
-from awa.storage.lent import lent
-from awa.storage.schema import Schema
+from awa.lent import AsyncLent, Lent
+from awa.storage.control import Controlled
+from awa.storage.jobs import JobRow, Written
+from awa.storage.lent import lent, lent_async
 from awa.testing.book import Book
 from awa.testing.commits import on_end, session_of
-from awa.testing.here import Ending, passes_on, run_here
-from awa.worker.attempt import Attempts
-from awa.worker.supervisor import make_handlers
+from awa.testing.here import Completes, Ending, handlers_of, passes_on, run_here
 
 DEEPEST = 30
 """Most handlers that insert within each other."""
@@ -66,7 +66,9 @@ def inline(client: Client, *, run: bool = True, raises: bool = True, after_commi
         "_producer": _Inline(**mine, desk=desk),
         "_own": _no_database,
         "get": book.get,
-        "cancel": book.cancel,
+        "cancel": desk.cancel,
+        "cancel_by_unique_key": desk.cancel_by_unique_key,
+        "_results": book,
         "worker": _no_worker,
     }
     its = vars(client)  # what is found here hides the methods of the class
@@ -96,20 +98,6 @@ def _no_worker(**_: object) -> NoReturn:
     raise ConfigError("inline mode runs jobs where they are inserted: a worker needs a database, leave inline() first")
 
 
-class InlineAttempts(Attempts):
-    """Attempts of which no database knows."""
-
-    def complete(self, attempt: Attempt, conn: Lent) -> None:
-        """Note that the handler completes its attempt by itself; *conn* is not touched."""
-        lent(conn)
-        if not attempt.begin_complete():
-            raise StaleAttempt(
-                f"the handler of job {attempt.id} has ended: complete it before the handler returns",
-                job_id=attempt.id,
-                entry_id=attempt.entry_id,
-            )
-
-
 class _Level(threading.local):
     depth = 0
 
@@ -128,37 +116,50 @@ class _Desk:
         self._waits = after_commit
         self._level = _Level()
 
-    def inserted(self, job_ids: Sequence[JobId], conn: Lent | None) -> None:
+    def inserted(self, written: Sequence[Written], conn: object) -> None:
         """Run jobs that were inserted with *conn*, now or when it has committed."""
+        # one that replaced what an equal job is about is available now, perhaps
+        ids = [job_id for job_id, _ in written]
+        new = [job_id for job_id, is_new in written if is_new]
         if conn is not None and self._waits and (session := session_of(conn)) is not None:
-            on_end(session, lambda: self.run(job_ids), lambda: self.book.remove(job_ids))
+            on_end(session, lambda: self.run(ids), lambda: self.book.remove(new))
         else:
-            self.run(job_ids)
+            self.run(ids)
+
+    def cancel(self, job_id: int, *, reason: str | None = None, force: bool = False) -> Controlled:
+        """Cancel a job, and run what follows."""
+        done = self.book.cancel(job_id, reason=reason, force=force)
+        self.run(())
+        return done
+
+    def cancel_by_unique_key(self, key: bytes, *, reason: str | None = None, force: bool = False) -> Controlled:
+        """Cancel the holder of a key, and run what follows."""
+        done = self.book.cancel_by_unique_key(key, reason=reason, force=force)
+        self.run(())
+        return done
 
     def run(self, job_ids: Iterable[JobId]) -> None:
-        """Run an attempt of each of the jobs that are available and have a handler."""
-        level = self._level
-        due = [job_id for job_id in job_ids if self.book.is_available(job_id)] if self._runs else []
-        if not due or not self._client.registry.kinds:
+        """Run an attempt of each of the jobs that are available and have a handler, and of those that follow."""
+        level, book = self._level, self.book
+        handlers = handlers_of(self._client)
+        if not self._runs or not handlers:
             return
-        if level.depth >= DEEPEST:
-            error = AwaError(
-                f"handlers insert within each other more than {DEEPEST} deep, the last a job of kind "
-                f"{self.book.get(due[0]).kind!r}: to run them one after the other use inline(client, run=False) and "
-                "run_all(client, limit=...)"
-            )
-            level.raised.insert(0, error)
-            raise error
-        handlers = make_handlers(self._client.registry, self._client._wrap)
         if level.depth == 0:
             level.raised = []  # of a run that was interrupted
         level.depth += 1
         try:
-            for job_id in due:
-                if self.book.is_available(job_id) and self.book.get(job_id).kind in handlers:
-                    ending = run_booked(self.book, self.book.begin(job_id, handlers), self._client._schema)
-                    if ending.is_surprise and ending.error is not None:
-                        level.raised.append(ending.error)
+            book.promote()
+            due = deque([*job_ids, *book.freed()])
+            while due:
+                job_id = due.popleft()
+                if not book.can_begin(job_id, handlers):
+                    continue
+                if level.depth > DEEPEST:
+                    raise self._too_deep(job_id)
+                ending = run_booked(book, book.begin(job_id, handlers), self._client)
+                if ending.is_surprise and ending.error is not None:
+                    level.raised.append(ending.error)
+                due += book.freed()
         finally:
             level.depth -= 1
         if level.depth == 0 and level.raised:
@@ -166,12 +167,24 @@ class _Desk:
             if self._raises:
                 raise raised[0]
 
+    def _too_deep(self, job_id: JobId) -> AwaError:
+        error = AwaError(
+            f"handlers insert within each other more than {DEEPEST} deep, the last a job of kind "
+            f"{self.book.get(job_id).kind!r}: to run them one after the other use inline(client, run=False) and "
+            "run_all(client, limit=...)"
+        )
+        self._level.raised.insert(0, error)  # also when a handler swallows it
+        return error
 
-def run_booked(book: Book, attempt: Attempt, schema: Schema) -> Ending:
-    """Run an attempt of a job in *book*, and record its outcome there."""
-    ending = run_here(attempt, schema, Outcomes(), InlineAttempts)
-    if attempt.was_completed and ending.error is None:
-        ending.outcome = "completed"
+
+def run_booked(book: Book, attempt: Attempt, client: Client) -> Ending:
+    """Run an attempt of a job in *book*, and record its outcome there.
+
+    Raises:
+        BaseException: What is neither an Exception nor SystemExit is meant for the program, such as
+            KeyboardInterrupt: it goes on from here once the outcome is recorded.
+    """
+    ending = run_here(attempt, client, Outcomes(), Completes)
     book.settle(attempt, ending)
     if passes_on(ending.error) and ending.error is not None:
         raise ending.error
@@ -184,27 +197,32 @@ class _Inline(Producer):
 
     desk: _Desk = field(kw_only=True)
 
-    def insert(self, item: object, conn: Lent | None) -> JobId:
-        row = prepare(item, self.registry, self.defaults)
-        self._check(conn)
-        ids = self.desk.book.add([row])
-        self.desk.inserted(ids, conn)
-        return ids[0]
+    def insert(self, item: object, conn: Lent | None) -> Written:
+        return self._write([prepare(item, self.registry, self.defaults)], conn)[0]
 
-    def insert_many(self, items: Iterable[object], conn: Lent | None) -> list[JobId]:
-        rows = [self._at(position, item) for position, item in enumerate(_several(items))]
-        self._check(conn)
-        ids = self.desk.book.add(rows)
-        self.desk.inserted(ids, conn)
-        return ids
+    def insert_many(self, items: Iterable[object], conn: Lent | None) -> list[Written]:
+        return self._write(self._batch(items), conn)
 
     def insert_many_copy(self, items: Iterable[object], conn: Lent | None) -> int:
-        rows = list(self._stream(items))
-        self._check(conn)
-        self.desk.inserted(self.desk.book.add(rows), conn)
-        return len(rows)
+        return len(self._write(list(self._stream(items)), conn))
 
-    @staticmethod
-    def _check(conn: Lent | None) -> None:
+    async def insert_async(self, item: object, conn: AsyncLent | None) -> Written:
+        return self._write_async([prepare(item, self.registry, self.defaults)], conn)[0]
+
+    async def insert_many_async(self, items: Iterable[object], conn: AsyncLent | None) -> list[Written]:
+        return self._write_async(self._batch(items), conn)
+
+    async def insert_many_copy_async(self, items: Iterable[object], conn: AsyncLent | None) -> int:
+        return len(self._write_async(list(self._stream(items)), conn))
+
+    def _write(self, rows: list[JobRow], conn: Lent | None) -> list[Written]:
         if conn is not None:
             lent(conn)
+        written = self.desk.book.add(rows)
+        self.desk.inserted(written, conn)
+        return written
+
+    def _write_async(self, rows: list[JobRow], conn: AsyncLent | None) -> list[Written]:
+        if conn is not None:
+            lent_async(conn)
+        return self._write(rows, None)

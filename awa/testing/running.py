@@ -23,12 +23,12 @@ from awa.storage.jobs import JobInfo
 from awa.storage.line import Line, Wanted
 from awa.storage.migrate import check_schema
 from awa.testing.book import Book
-from awa.testing.here import Ending, passes_on, run_here
+from awa.testing.here import Ending, handlers_of, passes_on, run_here
 from awa.testing.inline import book_of, run_booked
 from awa.version import VERSION
 from awa.worker.claimer import PASSING
 from awa.worker.identity import Identity
-from awa.worker.supervisor import make_handlers
+from awa.worker.maintenance.dependents import Dependents
 
 MOST = 10_000
 """Most attempts of a run_all without a limit; one that comes so far has jobs that insert jobs for ever."""
@@ -190,15 +190,13 @@ class _Desk(Protocol):
 
 @contextmanager
 def _desk(client: Client, kind: str | Task[..., Any] | None) -> Iterator[_Desk | None]:
-    handlers: dict[str, Handler] = {}
+    handlers = handlers_of(client)
     if kind is not None:
         task = kind if isinstance(kind, Task) else client.registry.get(options.check_kind(kind))
         kinds = [task.kind, *task.aliases] if isinstance(kind, Task) else [kind]
         if client.registry.find(task.kind) is not task:
             raise UnknownKind(f"the task {task!r} belongs to another client", kind=task.kind)
-        handlers = {name: one for name, one in make_handlers(client.registry, client._wrap).items() if name in kinds}
-    elif client.registry.kinds:
-        handlers = make_handlers(client.registry, client._wrap)
+        handlers = {name: one for name, one in handlers.items() if name in kinds}
     book = book_of(client)
     if not handlers:
         yield None
@@ -238,6 +236,7 @@ class _Inline:
         self._book.make_due(queue=queue, kinds=self._handlers)
 
     def promote(self) -> None:
+        self._book.resolve()
         self._book.promote()
 
     def queues(self) -> list[str]:
@@ -247,7 +246,7 @@ class _Inline:
         attempt = self._book.claim(queue, self._handlers)
         if attempt is None:
             return None
-        ending = run_booked(self._book, attempt, self._client._schema)
+        ending = run_booked(self._book, attempt, self._client)
         return _ran(self._book.get(attempt.id), attempt, ending)
 
 
@@ -259,6 +258,7 @@ class _Database:
         self._schema = client._schema
         self._handlers = handlers
         self._outcomes = Outcomes()
+        self._dependents = Dependents(self._schema)
         with client._own() as conn:
             check_schema(conn, self._schema)
         conninfo, settings = client._conninfo(), _settings(client)
@@ -282,6 +282,7 @@ class _Database:
 
     def promote(self) -> None:
         with self._client._own() as conn:
+            _resolve(conn, self._dependents)
             _promote(conn, self._client)
 
     def queues(self) -> list[str]:
@@ -292,7 +293,7 @@ class _Database:
         attempt = self._claim(queue)
         if attempt is None:
             return None
-        ending = run_here(attempt, self._schema, self._outcomes)
+        ending = run_here(attempt, self._client, self._outcomes)
         self._settle(attempt)
         if passes_on(ending.error) and ending.error is not None:
             raise ending.error
@@ -340,6 +341,21 @@ class _Database:
 
 def _settings(client: Client) -> Settings:
     return client._settings(client._arguments | {"queues": ["default"], "threads": 1})
+
+
+def _resolve(conn: psycopg.Connection[Any], dependents: Dependents) -> None:
+    """Let go who waited for jobs that have ended, and who waited for those that were cancelled by this."""
+    before = -1
+    while True:
+        examining = dependents.examine(conn)
+        try:
+            while True:
+                next(examining)
+        except StopIteration as end:
+            waiting = len(end.value)
+        if waiting in (0, before):
+            return
+        before = waiting
 
 
 def _promote(conn: psycopg.Connection[Any], client: Client) -> int:

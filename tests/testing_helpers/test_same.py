@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -13,7 +14,7 @@ import psycopg
 import pytest
 
 import awa
-from awa import NewJob
+from awa import NewJob, Unique
 from awa.testing import Ran, advance, inline, list_jobs, run_all, run_one
 from tests.worker.test_validation import REFUSED, Typed
 
@@ -205,6 +206,151 @@ def completing(client: awa.Client, conn: psycopg.Connection[Any]) -> list[Any]:
     return [ran, refused]
 
 
+def uniqueness(client: awa.Client, conn: psycopg.Connection[Any]) -> list[Any]:
+    """Unique jobs: each way to meet an equal one, in every state that counts."""
+    said: list[Any] = []
+
+    @client.task(unique=Unique(by_args=["n"]), retry=awa.fixed(100))
+    def work(n: int, text: str = "") -> None:
+        if text == "fail":
+            raise awa.TerminalError
+        if text == "retry":
+            raise KeyError
+
+    here: list[Any] = []
+
+    def insert(*items: Any, **options: Any) -> None:
+        try:
+            written = client.insert_many(items) if len(items) > 1 else [client.insert(items[0], **options)]
+        except awa.UniqueConflict as error:
+            others = [job.id for job in list_jobs(client)]
+            who = None if error.existing_id is None else others.index(error.existing_id)
+            said.append([who, error.key, str(error).partition("job ")[2][-60:]])
+            return
+        here[:] = [job.id for job in list_jobs(client)]
+        said.append([(here.index(one.id), one.is_new) for one in written])
+
+    strict = Unique(by_args=["n"], on_conflict="raise")
+    replace = Unique(by_args=["n"], on_conflict="replace")
+    loose = Unique(by_args=False, states=["available", "running"], on_conflict="raise")
+    insert(work.bind(1))
+    insert(work.bind(1, "other"))
+    insert(work.bind(1), unique=False)
+    insert(work.bind(1), unique=strict)
+    insert(work.bind(2), NewJob(work.bind(2), priority=1), work.bind(3), work.bind(1))
+    insert(work.bind(4), NewJob(work.bind(1), unique=strict))
+    insert(work.bind(5), NewJob(work.bind(5), unique=strict))
+    insert(work.bind(1, "new"), unique=replace)
+    insert(work.bind(6), delay=500, tags=["old"])
+    insert(work.bind(6, "new"), unique=replace, delay=50, priority=4, metadata={"m": 1})
+    insert(work.bind(7), delay=500)
+    insert(work.bind(7, "at once"), unique=replace)
+    insert(work.bind(8, "fail"))
+    insert(work.bind(9, "retry"))
+    said.append(told(client, run_all(client, raises=False)))
+    for n in (1, 8, 9):  # completed, failed, waits for its next attempt
+        insert(work.bind(n), unique=strict)
+    insert(work.bind(9, "replaced"), unique=replace)
+    insert(work.bind(0), unique=loose)
+    insert(work.bind(0), unique=loose)
+    said.append(client.cancel_by_unique_key(awa.unique_key("work", {"n": 6}, by_args=["n"])).happened)
+    with pytest.raises(awa.JobNotFound):
+        client.cancel_by_unique_key(b"0123456789abcdef")
+    insert(work.bind(6))
+    said.append(told(client, run_all(client, raises=False)))
+    insert(work.bind(0), unique=loose)
+    period = Unique(by_args=False, period=3600)
+    insert(work.bind(0), unique=period, run_at=datetime(2030, 1, 1, tzinfo=UTC))
+    insert(work.bind(0), unique=period, run_at=datetime(2030, 1, 1, 0, 59, tzinfo=UTC))
+    insert(work.bind(0), unique=period, run_at=datetime(2030, 1, 1, 1, tzinfo=UTC))
+    return [said, told(client, [])]
+
+
+def following(client: awa.Client, conn: psycopg.Connection[Any]) -> list[Any]:
+    """Jobs that follow from an outcome, and those that run after others."""
+
+    @client.task(retry=awa.fixed(100))
+    def work(name: str, how: str = "") -> object:
+        match how:
+            case "fail":
+                raise awa.TerminalError(name)
+            case "retry":
+                raise KeyError(name)
+            case "cancel":
+                return awa.Cancel(name)
+        return None
+
+    def follow(name: str, **options: Any) -> Any:
+        return NewJob(work.bind(name, options.pop("how", "")), **options)
+
+    chain = follow("then", priority=1, tags=["t"], metadata={"m": 1.5}, on_completed=follow("and then", delay=30))
+    for how in ("", "fail", "cancel", "retry"):
+        client.insert(
+            work.bind("first", how),
+            max_attempts=1 + (how == "retry"),
+            on_completed=[chain, follow("also", queue="q", max_attempts=3)],
+            on_failed=follow("mourn", on_completed=follow("done")),
+            on_cancelled=work.bind("shrug"),
+        )
+    waits = client.insert(work.bind("never"), delay=1000, on_cancelled=[work.bind("after a cancel")])
+    client.cancel(waits.id)
+    ran = told(client, run_all(client, raises=False))
+    ran += told(client, run_all(client, raises=False, with_scheduled=True))
+
+    one, two = client.insert_many([work.bind("parent"), work.bind("other parent")])
+    bad, lost = client.insert_many([follow("bad", how="fail"), NewJob(work.bind("lost", "cancel"), delay=20)])
+    child = client.insert(work.bind("child"), after=[one, two], priority=1)
+    client.insert(work.bind("grandchild"), after=child, delay=50)
+    client.insert(work.bind("cancelled with it"), after=[one, bad.id], on_cancelled=work.bind("told"))
+    client.insert(work.bind("all the same"), after=bad, after_failed="run")
+    client.insert(work.bind("discarded"), after=[bad, lost], after_failed="discard")
+    client.insert(work.bind("not yet"), after=lost)
+    unknown = []
+    for items in ([follow("x", after=10**9)], [follow("y"), follow("x", after=[one, 10**9])]):
+        with pytest.raises(awa.JobNotFound) as caught:
+            client.insert_many(items) if len(items) > 1 else client.insert(items[0])
+        unknown.append(str(caught.value))
+    ran += told(client, run_all(client, raises=False))
+    ran += told(client, run_all(client, raises=False, with_scheduled=True))
+    ran += told(client, run_all(client, raises=False, with_scheduled=True))
+    return [ran, unknown]
+
+
+def results(client: awa.Client, conn: psycopg.Connection[Any]) -> list[Any]:
+    """What handlers return and somebody asks for."""
+
+    @client.task(keep_result=True, retry=awa.fixed(100))
+    def add(a: int, b: int) -> Any:
+        if b == 0:
+            raise awa.TerminalError("no sum")
+        if b == 1:
+            return object()
+        if b == 2:
+            return awa.Cancel("not needed")
+        if b == 3:
+            with conn.transaction():
+                awa.current_job().complete(conn, result={"by": "hand"})
+        return {"sum": [a + b, None]}
+
+    @client.task()
+    def plain() -> int:
+        return 5
+
+    jobs = client.insert_many([*(NewJob(add.bind(1, b), max_attempts=1) for b in range(5)), plain.bind()])
+    with pytest.raises(TimeoutError):
+        jobs[0].result(timeout=0)
+    ran = told(client, run_all(client, raises=False))
+    said: list[Any] = []
+    for job in jobs:
+        try:
+            said.append(job.result(timeout=30))
+        except awa.JobFailed as error:
+            said.append([error.state, error.error and error.error["type"], str(error).partition(" ")[2][2:]])
+        except awa.ResultNotKept as error:
+            said.append(str(error).partition(" ")[2][2:])
+    return [ran, said, client.result(jobs[4].id)]
+
+
 def told(client: awa.Client, ran: list[Ran]) -> list[Any]:
     """What can be compared: everything but ids, times and processes."""
     first = {job.id: position for position, job in enumerate(list_jobs(client))}
@@ -217,22 +363,31 @@ def told(client: awa.Client, ran: list[Ran]) -> list[Any]:
         assert job == client.get(job.id)
         ahead = None if job.run_at is None else round((job.run_at - job.created_at).total_seconds() / 10)
         times = [job.claimed_at is None, job.ended_at is None, job.elapsed_ms is None, ahead]
-        history = [{k: v for k, v in one.items() if k not in _VARIES} for one in job.history]
+        history = [numbered({k: v for k, v in one.items() if k not in _VARIES}, first) for one in job.history]
         assert all(datetime.fromisoformat(one["ended_at"]) > job.created_at for one in job.history)
         jobs.append(
             [
                 *(job.kind, job.queue, job.state, job.priority, job.attempt, job.max_attempts, job.args, job.metadata),
-                *(job.tags, job.waits_for, job.error, history, times),
+                *(job.tags, job.waits_for, numbered(job.error, first), history, times),
             ]
         )
     return [runs, jobs]
+
+
+def numbered(told: dict[str, Any] | None, first: dict[int, int]) -> dict[str, Any] | None:
+    """*told*, with the jobs that its text names by their place instead of their id."""
+    if told is None or not told.get("text"):
+        return told
+    return told | {"text": re.sub(r"job (\d+)", lambda found: f"job #{first.get(int(found[1]))}", told["text"])}
 
 
 _VARIES = {"ended_at", "elapsed_ms", "runtime"}
 
 
 @pytest.mark.parametrize(
-    "story", [endings, rich, order_of_things, control, completing], ids=lambda story: story.__name__
+    "story",
+    [endings, rich, order_of_things, control, completing, uniqueness, following, results],
+    ids=lambda story: story.__name__,
 )
 def test_inline_and_on_a_database(story: Story, database: str, caplog: pytest.LogCaptureFixture) -> None:
     """Guards every rule that the book of inline mode repeats: a rule of the database that it lacks shows here."""

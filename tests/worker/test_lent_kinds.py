@@ -82,7 +82,9 @@ def test_jobs_go_with_a_savepoint(client: awa.Client, conn: Conn, database: str,
 
 @kinds
 def test_nothing_of_the_session_changes(client: awa.Client, conn: Conn, database: str, kind: str) -> None:
-    """Guard: no SET, no lock that stays, no LISTEN; somebody sleeps at the bell, so that it rings."""
+    """Guard: no SET, no lock that stays, no LISTEN, no savepoint that stays open: what comes next has the number of the
+    transaction itself. Somebody sleeps at the bell, so that it rings."""
+    conn.execute("CREATE TABLE mine (n int)")
     conn.execute("SELECT pg_advisory_lock(hashtextextended('awa.bell:default', 0))")
     note = f"CREATE TEMP TABLE IF NOT EXISTS before AS {SETTINGS}"
     changed = f"SELECT name, setting FROM ({SETTINGS}) s EXCEPT SELECT name, setting FROM before"
@@ -94,8 +96,14 @@ def test_nothing_of_the_session_changes(client: awa.Client, conn: Conn, database
         for path in PATHS:
             write(client, path, lender.conn)
         lender.execute(f"CREATE TABLE changed AS {changed}")
+        lender.execute("INSERT INTO mine VALUES (1)")
+        lender.execute(
+            "CREATE TABLE outermost AS SELECT mine.xmin::text AS a, pg_current_xact_id()::text AS b FROM mine"
+        )
         lender.commit()
     assert conn.execute("TABLE changed").fetchall() == []
+    [numbers] = conn.execute("TABLE outermost").fetchall()
+    assert numbers[0] == numbers[1]
 
 
 @kinds
