@@ -124,6 +124,7 @@ class Awa:
     insert_many_async = _OfClient(Client.insert_many_async)
     insert_many_copy_async = _OfClient(Client.insert_many_copy_async)
     get = _OfClient(Client.get)
+    result = _OfClient(Client.result)
     cancel = _OfClient(Client.cancel)
     cancel_by_unique_key = _OfClient(Client.cancel_by_unique_key)
     worker = _OfClient(Client.worker)
