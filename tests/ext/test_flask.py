@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import urllib.request
@@ -57,6 +59,7 @@ def test_apps_share_the_tasks_and_have_a_client_each(database: str, empty_databa
         job = queue.insert(work.bind(1))
         assert [found.get().kind for found in queue.insert_many([work.bind(2), work.bind(3)])] == ["work", "work"]
         assert queue.insert_many_copy([work.bind(4)]) == 1
+        assert asyncio.run(queue.insert_async(work.bind(5))).is_new
         assert (queue.get(job.id).queue, job.get().state) == ("first", "available")
         assert queue.cancel(job.id).state == "cancelled"
         assert [found.id for found in queue.admin.list_jobs("cancelled").jobs] == [job.id]
@@ -97,10 +100,6 @@ def test_it_has_every_method_of_a_client() -> None:
 # --- what is where
 
 
-def threads() -> set[str]:
-    return {thread.name for thread in threading.enumerate()}
-
-
 def sockets() -> int:
     return sum("socket:" in link for link in map(_link, Path("/proc/self/fd").iterdir()))
 
@@ -119,8 +118,8 @@ def test_twenty_apps_leave_nothing(database: str, conn: Conn, recwarn: pytest.Wa
     @queue.task()
     def work(n: int) -> None: ...
 
-    wait_until(lambda: gc.collect() == 0)
-    before = threads(), sockets()
+    gc.collect()
+    threads, most = set(threading.enumerate()), sockets()
     apps = []
     for n in range(20):
         app = make_app(queue, f"app{n}", AWA_DATABASE_URL=database)
@@ -132,19 +131,28 @@ def test_twenty_apps_leave_nothing(database: str, conn: Conn, recwarn: pytest.Wa
     del app
     gc.collect()
     assert [app for app in apps if app() is not None] == []
-    wait_until(lambda: (threads(), sockets()) == before, timeout=20)
+    wait_until(lambda: set(threading.enumerate()) <= threads and sockets() <= most, timeout=20)
     assert count(conn, "SELECT count(*) FROM awa.jobs") == 5
     assert [str(found.message) for found in recwarn] == []
 
 
+def test_an_app_imports_no_worker() -> None:
+    """Guard: what a command needs is imported by its call. The start of every web process would pay for it."""
+    script = "import flask, sys; from awa.ext.flask import Awa; Awa(flask.Flask('shop')); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    loaded = set(done.stdout.split())
+    assert not loaded & {"awa.worker", "awa.cli.migrate", "awa.testing", "awa.embedded", "psycopg_pool", "sqlalchemy"}
+
+
 def test_nothing_starts_before_it_is_used() -> None:
     """Guard: clients are made lazily, and open lazily."""
-    before = threads(), sockets()
+    threads, most = set(threading.enumerate()), sockets()
     queue = Awa()
     app = make_app(queue, AWA_DATABASE_URL="postgresql://nobody@127.0.0.1:1/x")
     with app.app_context():
         assert queue.client
-    assert (threads(), sockets()) == before
+    assert set(threading.enumerate()) <= threads
+    assert sockets() <= most
 
 
 # --- config
@@ -647,12 +655,17 @@ def test_run_all_runs_jobs_in_a_context_too(database: str) -> None:
     def see() -> None:
         seen.append(f"{current_app.name}: {vars(g)}")
 
+    @queue.task()
+    def see_job(job: awa.Job[dict[str, int]]) -> None:
+        seen.append(f"{current_app.name}: {vars(g)} {job.args}")
+
     with app.app_context():
         g.mine = 1
-        queue.insert({}, kind="see")
-        assert [ran.state for ran in run_all(queue.client)] == ["completed"]
+        queue.insert(see.bind())
+        queue.insert({"n": 1}, kind="see_job")
+        assert [ran.state for ran in run_all(queue.client)] == ["completed"] * 2
         queue.close()
-    assert seen == ["shop: {}"]
+    assert seen == ["shop: {}", "shop: {} {'n': 1}"]
 
 
 # --- servers
