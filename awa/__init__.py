@@ -11,8 +11,10 @@ from awa.errors import (
     DeadlineExceeded,
     DuplicateKind,
     JobBusy,
+    JobFailed,
     JobNotFound,
     PermissionDenied,
+    ResultNotKept,
     RuntimeGone,
     SchemaNotMigrated,
     SchemaTooNew,
@@ -20,6 +22,7 @@ from awa.errors import (
     StaleAttempt,
     StorageNotTrusted,
     TerminalError,
+    UniqueConflict,
     UnknownKind,
     ValidationError,
 )
@@ -29,7 +32,7 @@ from awa.registry import BoundArgs, Task
 from awa.retry import exponential, fixed, linear
 from awa.storage.control import Controlled
 from awa.storage.jobs import JobInfo
-from awa.unique import unique_key
+from awa.unique import Unique, unique_key
 from awa.version import VERSION as __version__
 
 __all__ = [
@@ -46,6 +49,7 @@ __all__ = [
     "Inserted",
     "Job",
     "JobBusy",
+    "JobFailed",
     "JobId",
     "JobInfo",
     "JobNotFound",
@@ -53,6 +57,7 @@ __all__ = [
     "NewJob",
     "Outcome",
     "PermissionDenied",
+    "ResultNotKept",
     "RetryAfter",
     "RuntimeGone",
     "SchemaNotMigrated",
@@ -64,6 +69,8 @@ __all__ = [
     "StorageNotTrusted",
     "Task",
     "TerminalError",
+    "Unique",
+    "UniqueConflict",
     "UnknownKind",
     "ValidationError",
     "__version__",

@@ -33,7 +33,7 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import date, datetime
 from decimal import Decimal, InvalidOperation
@@ -44,8 +44,9 @@ import orjson
 
 from awa._core import canonical_json, dump_json, path_step
 from awa.errors import ConfigError, ValidationError
+from awa.job import Outcome
 
-__all__ = ["Codec", "FunctionCodec", "codec_for"]
+__all__ = ["Codec", "FunctionCodec", "codec_for", "result_dumper"]
 
 _MISSING = object()
 
@@ -54,6 +55,10 @@ _JSON_TYPES: frozenset[type] = frozenset({str, int, float, bool, type(None), lis
 
 class Codec(Protocol):
     """Args of one type to JSON text and back."""
+
+    @property
+    def names(self) -> frozenset[str] | None:
+        """The names that its objects may have; None for any."""
 
     def dump(self, value: Any, max_bytes: int) -> bytes:
         """JSON text of *value*, an object.
@@ -107,8 +112,8 @@ class _Misfit(Exception):
         self.steps.append(step)
         return self
 
-    def as_error(self) -> ValidationError:
-        path = "args" + "".join(reversed(self.steps))
+    def as_error(self, root: str = "args") -> ValidationError:
+        path = root + "".join(reversed(self.steps))
         return ValidationError(f"{path} {self.reason}", path=path, value=self.value)
 
 
@@ -146,6 +151,8 @@ class _Converter:
     """Exact types whose values both ways pass through unchanged, so that nobody need call."""
     json: frozenset[type] = frozenset()
     """Exact types of the JSON values that *encode* gives; what tells the members of a union apart."""
+    names: frozenset[str] | None = None
+    """The names of the objects that *encode* gives; None when it gives none, or any name."""
 
 
 def _same(value: Any) -> Any:
@@ -549,6 +556,7 @@ class _Record:
         self._fields = _record_fields(tp, building)
         del building[tp]
         self._names = frozenset(field.name for field in self._fields)
+        object.__setattr__(self.converter, "names", self._names)  # it is known to fields of its own type before them
         self._plain = [(field.name, field.converter.plain) for field in self._fields]
         # Without renamed parameters, an object of plain values is the keyword arguments as it stands.
         self._is_direct = all(field.name == field.init_name for field in self._fields)
@@ -672,6 +680,8 @@ def _hints(owner: Any, shown: Any, **scope: Any) -> dict[str, Any]:
 class _MappingCodec:
     """The codec of a plain mapping: JSON values as they are; the handler gets a dict."""
 
+    names = None
+
     def dump(self, value: Any, max_bytes: int) -> bytes:
         if type(value) is not dict:
             if not isinstance(value, Mapping):
@@ -691,6 +701,7 @@ class _ConverterCodec:
 
     def __init__(self, converter: _Converter) -> None:
         self._converter = converter
+        self.names = converter.names
 
     def dump(self, value: Any, max_bytes: int) -> bytes:
         return _dump(self._converter.encode, value, max_bytes)
@@ -712,6 +723,9 @@ def _foreign_converter(tp: Any) -> _Converter | None:
             lambda value: value.model_dump(mode="json", by_alias=True, round_trip=True, warnings="error"),
             # From text, so that strict models accept a datetime as JSON has it.
             lambda value: tp.model_validate_json(orjson.dumps(value)),
+            None
+            if tp.model_config.get("extra") == "allow"
+            else [field.serialization_alias or field.alias or name for name, field in tp.model_fields.items()],
         )
     msgspec: Any = sys.modules.get("msgspec")
     if msgspec is not None and issubclass(tp, msgspec.Struct):
@@ -722,11 +736,14 @@ def _foreign_converter(tp: Any) -> _Converter | None:
             msgspec.convert(written, tp)
             return written
 
-        return _library_converter(tp, write, lambda value: msgspec.convert(value, tp))
+        names = [field.encode_name for field in msgspec.structs.fields(tp)]
+        return _library_converter(tp, write, lambda value: msgspec.convert(value, tp), names)
     return None
 
 
-def _library_converter(tp: type, write: Callable[[Any], Any], read: Callable[[Any], Any]) -> _Converter:
+def _library_converter(
+    tp: type, write: Callable[[Any], Any], read: Callable[[Any], Any], names: Iterable[str] | None
+) -> _Converter:
     def encode(value: Any) -> Any:
         if type(value) is not tp:
             raise _wanted(f"a {_name(tp)}", value)
@@ -745,7 +762,7 @@ def _library_converter(tp: type, write: Callable[[Any], Any], read: Callable[[An
         except Exception as error:
             raise _Misfit(f"is refused by {_name(tp)}: {error}", value) from error
 
-    return _Converter(encode, decode, json=frozenset({dict}))
+    return _Converter(encode, decode, json=frozenset({dict}), names=None if names is None else frozenset(names))
 
 
 def _make_codec(tp: Any) -> Codec:
@@ -764,13 +781,13 @@ def _make_codec(tp: Any) -> Codec:
     return _ConverterCodec(converter)
 
 
-def _dump(encode: Callable[[Any], Any], value: Any, max_bytes: int) -> bytes:
+def _dump(encode: Callable[[Any], Any], value: Any, max_bytes: int, path: str = "args") -> bytes:
     try:
-        return dump_json(encode(value), "args", max_bytes)
+        return dump_json(encode(value), path, max_bytes)
     except _Misfit as misfit:
-        raise misfit.as_error() from misfit.__cause__
+        raise misfit.as_error(path) from misfit.__cause__
     except RecursionError:
-        raise _Misfit("is nested too deeply, or contains itself: flatten it", value).as_error() from None
+        raise _Misfit("is nested too deeply, or contains itself: flatten it", value).as_error(path) from None
 
 
 def _load(decode: Callable[[Any], Any], data: bytes | str) -> Any:
@@ -820,7 +837,7 @@ class FunctionCodec:
             )
             for name, parameter in self._signature.parameters.items()
         ]
-        self._names = frozenset(field.name for field in self._fields)
+        self.names = self._names = frozenset(field.name for field in self._fields)
         self._plain = [(field.name, field.converter.plain) for field in self._fields]
         # a call that gives every parameter by position needs no signature: a fifth of the time
         by_position = all(
@@ -910,3 +927,36 @@ def parameter_hints(func: Callable[..., Any], signature: inspect.Signature) -> d
     }
     scope = getattr(inspect.unwrap(func), "__globals__", {})
     return _hints(types.SimpleNamespace(__annotations__=annotations), func, globalns=scope)
+
+
+# --- results: what a handler returns ---------------------------------------------------------------------------------
+
+
+def result_dumper(func: Callable[..., Any]) -> Callable[[Any, int], bytes]:
+    """What turns a value that *func* returned into JSON text of at most so many bytes.
+
+    By its return annotation, as fields of args are converted; outcomes in it, as in ``int | awa.Snooze``, do not count.
+    Without one, and with one that stands for nothing that can be stored, the value must be JSON as it is. It raises
+    ValidationError, whose ``.path`` begins with ``result``, for any other.
+    """
+    encode = _result_converter(func).encode
+    return lambda value, max_bytes: _dump(encode, value, max_bytes, "result")
+
+
+def _result_converter(func: Callable[..., Any]) -> _Converter:
+    try:
+        annotation = signature_of(func).return_annotation
+        if annotation is inspect.Signature.empty:
+            return _ANY
+        scope = getattr(inspect.unwrap(func), "__globals__", {})
+        hints = _hints(types.SimpleNamespace(__annotations__={"return": annotation}), func, globalns=scope)
+        return _converter(_without_outcomes(hints["return"]), {})
+    except ConfigError:
+        return _ANY
+
+
+def _without_outcomes(tp: Any) -> Any:
+    if typing.get_origin(tp) not in (typing.Union, types.UnionType):
+        return tp
+    members = tuple(one for one in typing.get_args(tp) if not (isinstance(one, type) and issubclass(one, Outcome)))
+    return typing.Union[members] if members else tp  # noqa: UP007  # of members that are only known now

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, Unpack
 
 from psycopg import Connection
 
 from awa import options
 from awa.config import Settings, find_database, load_settings
-from awa.errors import ConfigError
-from awa.insert import Defaults, Inserted, Lent, NewJob, Producer, override
-from awa.job import JobId
+from awa.errors import ConfigError, JobFailed, ResultNotKept
+from awa.insert import Defaults, Inserted, NewJob, Options, Parents, Producer, override
+from awa.job import JobId, JobState, as_seconds
+from awa.lent import AsyncLent, Lent
 from awa.registry import Registry, Task, TaskOptions, check_hook
 from awa.retry import RetryPolicy
 from awa.storage import control, jobs
@@ -22,7 +23,9 @@ from awa.storage.control import Controlled
 from awa.storage.jobs import JobInfo
 from awa.storage.pool import Pool
 from awa.storage.pooler import declare_as
+from awa.storage.results import Results
 from awa.storage.schema import Schema
+from awa.unique import Unique, check_key
 from awa.version import VERSION
 
 if TYPE_CHECKING:
@@ -34,6 +37,7 @@ R = TypeVar("R")
 H = TypeVar("H", bound=Callable[[], object])
 
 _NO_OPTIONS = (None,) * 9
+_UNBOUND = (None,) * 6
 
 
 class Client:
@@ -50,6 +54,7 @@ class Client:
             ``auto``, which looks.
         max_args_bytes: Most bytes of a job's args, and of its metadata; None: AWA_MAX_ARGS_BYTES, or 256 KiB.
         pool_size: Most connections that inserts and handlers share, 1 to 1000.
+        tasks_of: Another client: whatever is declared for either of the two is declared for both.
 
     Raises:
         ConfigError: A setting cannot work.
@@ -67,11 +72,14 @@ class Client:
         pooler: str | None = None,
         max_args_bytes: int | None = None,
         pool_size: int = 10,
+        tasks_of: Client | None = None,
     ) -> None:
         if database is not None and not isinstance(database, str):
             raise ConfigError(
                 f"database must be a libpq connection string or URL, or None to look for it, got {database!r}"
             )
+        if tasks_of is not None and not isinstance(tasks_of, Client):
+            raise ConfigError(f"tasks_of must be an awa.Client, got {tasks_of!r}")
         self._database = database
         self._arguments = {"schema": schema, "notify": notify, "pooler": pooler, "max_args_bytes": max_args_bytes}
         settings = self._settings()
@@ -85,9 +93,11 @@ class Client:
             max_args_bytes=settings.max_args_bytes,
         )
         self._pool = Pool(self._conninfo, size=options.declared(options.check_pool_size, pool_size))
-        self._on_start: list[Callable[[], object]] = []
-        self._on_stop: list[Callable[[], object]] = []
-        self.registry = Registry()
+        self._listening = Pool(self._conninfo, size=1, kept=0)
+        self._results = Results(self._schema, self._own, self._listening.own)
+        self._on_start: list[Callable[[], object]] = [] if tasks_of is None else tasks_of._on_start
+        self._on_stop: list[Callable[[], object]] = [] if tasks_of is None else tasks_of._on_stop
+        self.registry: Registry = Registry() if tasks_of is None else tasks_of.registry
         """The tasks that were declared."""
         self._producer = Producer(self.registry, self._defaults, self._schema, self._notify, self._own)
 
@@ -113,6 +123,8 @@ class Client:
         retry: RetryPolicy | None = None,
         retry_on: type[BaseException] | Sequence[type[BaseException]] | None = None,
         fail_on: type[BaseException] | Sequence[type[BaseException]] | None = None,
+        unique: Unique | None = None,
+        keep_result: bool = False,
     ) -> Callable[[Callable[P, R]], Task[P, R]]:
         """Declare the function below as the handler of a kind of jobs. It stays callable as itself.
 
@@ -127,6 +139,9 @@ class Client:
             retry: Attempt number -> seconds until the next; see ``awa.exponential``, ``awa.linear``, ``awa.fixed``.
             retry_on: When given, only these exceptions are retried.
             fail_on: These exceptions fail the job at once.
+            unique: What makes its jobs equal, of which there is one at most; an insert may say otherwise.
+            keep_result: Keep what the handler returns, for :meth:`result`; a value that is no JSON, or longer than
+                ``max_args_bytes``, fails the job.
 
         Raises:
             ConfigError: The function cannot be a handler, or an option cannot work.
@@ -142,6 +157,8 @@ class Client:
             retry=retry,
             retry_on=retry_on,
             fail_on=fail_on,
+            unique=unique,
+            keep_result=keep_result,
         )
 
         def declare(func: Callable[P, R]) -> Task[P, R]:
@@ -184,22 +201,34 @@ class Client:
         delay: float | timedelta | None = None,
         tags: Iterable[str] | None = None,
         metadata: dict[str, Any] | None = None,
+        unique: Unique | Literal[False] | None = None,
+        after: Parents | None = None,
+        after_failed: str | None = None,
+        on_completed: Any = None,
+        on_failed: Any = None,
+        on_cancelled: Any = None,
         conn: Lent | None = None,
     ) -> Inserted:
         """Write one job.
 
         Args:
             args: An instance of a task's args type, ``task.bind(...)``, a NewJob, or a mapping together with *kind*.
-            kind, queue, priority, max_attempts, timeout, run_at, delay, tags, metadata: See :class:`awa.NewJob`.
-            conn: A psycopg connection or cursor whose transaction the job joins; it is never committed or rolled back
-                here. None writes and commits at once.
+            kind, queue, priority, max_attempts, timeout, run_at, delay, tags, metadata, unique, after, after_failed,
+                on_completed, on_failed, on_cancelled: See :class:`awa.NewJob`.
+            conn: Whose transaction the job joins: a connection or cursor of psycopg or psycopg2, a Session or
+                Connection of SQLAlchemy, or Django's connection. It is never committed or rolled back here. None
+                writes and commits at once.
 
         Raises:
             ValidationError: Args or an option cannot be stored; nothing was sent.
-            ConfigError: Nothing says which kind it is.
+            ConfigError: Nothing says which kind it is, or *conn* cannot be lent.
+            UniqueConflict: An equal job exists, and *unique* says to raise; the transaction of *conn* stays usable.
+            JobNotFound: There is no such job as *after* names, or its history is gone; nothing was inserted.
         """
         item = args
-        if (kind, queue, priority, max_attempts, timeout, run_at, delay, tags, metadata) != _NO_OPTIONS:
+        alone = kind, queue, priority, max_attempts, timeout, run_at, delay, tags, metadata
+        bound = unique, after, after_failed, on_completed, on_failed, on_cancelled
+        if alone != _NO_OPTIONS or bound != _UNBOUND:
             given = {
                 "kind": kind,
                 "queue": queue,
@@ -210,9 +239,15 @@ class Client:
                 "delay": delay,
                 "tags": tags,
                 "metadata": metadata,
+                "unique": unique,
+                "after": after,
+                "after_failed": after_failed,
+                "on_completed": on_completed,
+                "on_failed": on_failed,
+                "on_cancelled": on_cancelled,
             }
             item = override(args if isinstance(args, NewJob) else NewJob(args), given)
-        return Inserted(self._producer.insert(item, conn), True, self)
+        return Inserted(*self._producer.insert(item, conn), self)
 
     def insert_many(self, items: Iterable[Any], *, conn: Lent | None = None) -> list[Inserted]:
         """Write a batch in one statement, all or nothing; the results come in the order of *items*.
@@ -224,20 +259,64 @@ class Client:
         Raises:
             ValidationError: An item cannot be stored, and ``.path`` says which; or *items* are not several.
             ConfigError: Nothing says which kind one is.
+            UniqueConflict: An equal job exists, and an item says to raise; the transaction of *conn* stays usable.
+            JobNotFound: An item runs after a job that does not exist; nothing was inserted.
         """
-        return [Inserted(job_id, True, self) for job_id in self._producer.insert_many(items, conn)]
+        return [Inserted(*written, self) for written in self._producer.insert_many(items, conn)]
 
     def insert_many_copy(self, items: Iterable[Any], *, conn: Lent | None = None) -> int:
         """Write many jobs by COPY, all or nothing; returns how many. The fastest way in, and it takes an iterator.
 
-        The jobs are available at once: ``run_at`` and ``delay`` are refused. An item that is refused leaves the
-        transaction of *conn* as it was before the call.
+        The jobs are available at once: ``run_at``, ``delay`` and ``unique`` are refused. An item that is refused leaves
+        the transaction of *conn* as it was before the call.
 
         Raises:
             ValidationError: As for :meth:`insert_many`.
             ConfigError: As for :meth:`insert_many`.
         """
         return self._producer.insert_many_copy(items, conn)
+
+    async def insert_async(self, args: Any, *, conn: AsyncLent | None = None, **given: Unpack[Options]) -> Inserted:
+        """Write one job from asynchronous code.
+
+        Args:
+            args: As for :meth:`insert`.
+            conn: A ``psycopg.AsyncConnection`` or its cursor, whose transaction the job joins. None writes and commits
+                at once, in a thread; cancelled meanwhile, the job may have been written or not.
+            given: The options of :meth:`insert`.
+
+        Raises:
+            ValidationError: As for :meth:`insert`.
+            ConfigError: As for :meth:`insert`; or *conn* is no asynchronous connection of psycopg's.
+        """
+        item = override(args if isinstance(args, NewJob) else NewJob(args), given) if given else args
+        return Inserted(*await self._producer.insert_async(item, conn), self)
+
+    async def insert_many_async(self, items: Iterable[Any], *, conn: AsyncLent | None = None) -> list[Inserted]:
+        """Write a batch in one statement, as :meth:`insert_many` does, from asynchronous code.
+
+        Args:
+            items: As for :meth:`insert_many`.
+            conn: As for :meth:`insert_async`.
+
+        Raises:
+            ValidationError: As for :meth:`insert_many`.
+            ConfigError: As for :meth:`insert_async`.
+        """
+        return [Inserted(*written, self) for written in await self._producer.insert_many_async(items, conn)]
+
+    async def insert_many_copy_async(self, items: Iterable[Any], *, conn: AsyncLent | None = None) -> int:
+        """Write many jobs by COPY, as :meth:`insert_many_copy` does, from asynchronous code.
+
+        Args:
+            items: An iterable that does not wait. It is walked through in the loop's thread, without *conn* in another.
+            conn: As for :meth:`insert_async`.
+
+        Raises:
+            ValidationError: As for :meth:`insert_many`.
+            ConfigError: As for :meth:`insert_async`.
+        """
+        return await self._producer.insert_many_copy_async(items, conn)
 
     # --- looking ----------------------------------------------------------------------------------------------------
 
@@ -251,6 +330,36 @@ class Client:
         job_id = options.check_job_id(job_id)
         with self._own() as conn:
             return jobs.get_job(conn, self._schema, JobId(job_id))
+
+    def result(self, job_id: int, timeout: float | timedelta | None = None) -> Any:
+        """What the job's handler returned, as JSON gives it, once the job has ended.
+
+        Its task says ``keep_result=True``. Any number of threads wait over one connection of their own. The transaction
+        of the insert must have committed.
+
+        Args:
+            timeout: Most seconds to wait; None: as long as it takes.
+
+        Raises:
+            JobFailed: The job failed or was cancelled.
+            ResultNotKept: It completed, and its task keeps no results.
+            TimeoutError: It has not ended within *timeout* seconds.
+            JobNotFound: There is no such job, or its history is gone.
+            ValidationError: *job_id* can be no job's id, or *timeout* no time.
+        """
+        job_id = options.check_job_id(job_id)
+        ended = self._results.wait(job_id, None if timeout is None else as_seconds(timeout, "timeout"))
+        if ended.state != JobState.COMPLETED:
+            error = ended.error if isinstance(ended.error, dict) else None
+            why = "" if error is None else f": {error.get('type')}: {error.get('text')}"
+            raise JobFailed(f"job {job_id} is {ended.state}{why}", job_id=job_id, state=ended.state, error=error)
+        if not ended.is_kept:
+            raise ResultNotKept(
+                f"job {job_id} completed and nothing of it was kept: declare its task with keep_result=True for the "
+                "workers that run it",
+                job_id=job_id,
+            )
+        return ended.result
 
     @property
     def admin(self) -> Admin:
@@ -284,6 +393,22 @@ class Client:
         force = options.check_flag(force, "force")
         with self._own() as conn:
             return repeated(lambda: control.cancel_job(conn, self._schema, job_id, reason=reason, force=force))
+
+    def cancel_by_unique_key(self, key: bytes, *, reason: str | None = None, force: bool = False) -> Controlled:
+        """Cancel the job that holds a unique key, as :meth:`cancel` does.
+
+        Args:
+            key: 16 bytes, as :func:`awa.unique_key` gives them.
+
+        Raises:
+            JobNotFound: No job holds it.
+            JobBusy: As for :meth:`cancel`.
+            ValidationError: *key* is no key, *reason* cannot be stored, or *force* is no bool.
+        """
+        key, reason = check_key(key), options.check_reason(reason)
+        force = options.check_flag(force, "force")
+        with self._own() as conn:
+            return repeated(lambda: control.cancel_holder(conn, self._schema, key, reason=reason, force=force))
 
     # --- working ----------------------------------------------------------------------------------------------------
 
@@ -342,8 +467,10 @@ class Client:
             settings=self._settings(arguments, flags),
             find_conninfo=self._conninfo,
             version=VERSION,
+            lend=self.connection,
             on_start=tuple(self._on_start),
             on_stop=tuple(self._on_stop),
+            wrap=self._wrap,
         )
 
     @contextmanager
@@ -355,12 +482,17 @@ class Client:
     def close(self) -> None:
         """Close the pooled connections. The client opens them again when it is used again."""
         self._pool.close()
+        self._listening.close()
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _settings(self, arguments: dict[str, Any] | None = None, flags: dict[str, object] | None = None) -> Settings:
         given = self._arguments if arguments is None else arguments
         return load_settings({k: v for k, v in given.items() if v is not None}, flags=flags)
+
+    def _wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What a worker calls for *function*, a handler or a hook; a client of a framework has more to do here."""
+        return function
 
     def _conninfo(self) -> str:
         found = find_database(self._database)

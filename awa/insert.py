@@ -2,31 +2,49 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from itertools import chain, islice
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypedDict
 
-from psycopg import Connection, Cursor
+import orjson
+from psycopg import AsyncConnection, Connection
 
 from awa import options
 from awa._core import dump_json
 from awa.args import codec_for
 from awa.errors import ConfigError, ValidationError
 from awa.job import JobId
+from awa.lent import AsyncLent, Driver, Lent
 from awa.registry import BoundArgs, Registry, Task, TaskOptions
 from awa.storage import jobs
+from awa.storage.clock import DatabaseClock
 from awa.storage.connection import repeated
-from awa.storage.jobs import JobInfo, JobRow
+from awa.storage.jobs import JobInfo, JobRow, KeyAt, Written
+from awa.storage.lent import lent, lent_async
 from awa.storage.schema import Schema
+from awa.unique import Unique, check_unique
 
 FIRST_LOOK = 500
 """Jobs of a COPY that are validated before anything is sent."""
 
-Lent = Connection[Any] | Cursor[Any]
-"""What ``conn=`` takes."""
+NOT_BY_COPY = {"run_at": "run_at", "delay": "delay", "unique": "unique", "follow_ups": "follow-ups", "parents": "after"}
+"""Fields of a row, and the option that fills each."""
+
+
+class HasId(Protocol):
+    """A job, as an insert returned it, or as it was looked up."""
+
+    @property
+    def id(self) -> JobId:
+        """Its id."""
+
+
+Parents = int | HasId | Iterable[int | HasId]
+"""What ``after=`` takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +71,41 @@ class NewJob:
     """At most 20, for finding it again."""
     metadata: dict[str, Any] | None = field(default=None, kw_only=True)
     """JSON that travels with the job and is not given to the handler as args."""
+    unique: Unique | Literal[False] | None = field(default=None, kw_only=True)
+    """What makes it equal to others, of which there is one at most; False: nothing, whatever its task says."""
+    after: Parents | None = field(default=None, kw_only=True)
+    """Runs when these jobs, 1 to 100, have completed: what an insert returned, or ids. With *run_at* or *delay*, not
+    before that either."""
+    after_failed: str | None = field(default=None, kw_only=True)
+    """When one of them has not completed but failed, was cancelled, or is gone: ``cancel`` (the default) this job too,
+    ``run`` it all the same, or ``discard`` it, of which no trace is left."""
+    on_completed: Any = field(default=None, kw_only=True)
+    """A job to enqueue when this one has completed, in the transaction that records it: args, a NewJob, or a list of
+    these. A delay counts from then. What is unique, or runs after others, cannot follow."""
+    on_failed: Any = field(default=None, kw_only=True)
+    """Likewise, when it has failed for good."""
+    on_cancelled: Any = field(default=None, kw_only=True)
+    """Likewise, when it is cancelled."""
+
+
+class Options(TypedDict, total=False):
+    """The options of a job by name, as :class:`NewJob` describes them."""
+
+    kind: str | None
+    queue: str | None
+    priority: int | None
+    max_attempts: int | None
+    timeout: float | timedelta | None
+    run_at: datetime | None
+    delay: float | timedelta | None
+    tags: Iterable[str] | None
+    metadata: dict[str, Any] | None
+    unique: Unique | Literal[False] | None
+    after: Parents | None
+    after_failed: str | None
+    on_completed: Any
+    on_failed: Any
+    on_cancelled: Any
 
 
 class Reader(Protocol):
@@ -60,6 +113,9 @@ class Reader(Protocol):
 
     def get(self, job_id: int) -> JobInfo:
         """The job as the database knows it."""
+
+    def result(self, job_id: int, timeout: float | timedelta | None = None) -> Any:
+        """What its handler returned, once it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +137,11 @@ class Inserted:
         assert self._reader is not None
         return self._reader.get(self.id)
 
+    def result(self, timeout: float | timedelta | None = None) -> Any:
+        """What the job's handler returned, once it has ended; see :meth:`awa.Client.result`."""
+        assert self._reader is not None
+        return self._reader.result(self.id, timeout)
+
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
@@ -96,11 +157,12 @@ class Defaults:
     """Most bytes of a job's args, and of its metadata."""
 
 
-def prepare(item: object, registry: Registry, defaults: Defaults) -> JobRow:
+def prepare(item: object, registry: Registry, defaults: Defaults, depth: int = 0) -> JobRow:
     """Validate a job and settle its options: the call, the task, the client, the default.
 
     Args:
         item: A NewJob, or args with no options.
+        depth: How many jobs it follows, one after the other.
 
     Raises:
         ValidationError: Its args or an option cannot be stored; nothing was sent to the database.
@@ -113,13 +175,14 @@ def prepare(item: object, registry: Registry, defaults: Defaults) -> JobRow:
         else:
             kind, body, task = _body(item, None, registry, defaults)
         said = _NOTHING if task is None else task.options
-        return JobRow(
+        row = JobRow(
             said.queue or defaults.queue,
             kind,
             body,
             said.priority or defaults.priority,
             said.max_attempts or defaults.max_attempts,
         )
+        return row if said.unique is None else _with_key(row, said.unique)
     new = item
     given_kind = None if new.kind is None else options.check_kind(new.kind)
     kind, body, task = _body(new.args, given_kind, registry, defaults)
@@ -129,7 +192,15 @@ def prepare(item: object, registry: Registry, defaults: Defaults) -> JobRow:
     run_at = None if new.run_at is None else options.check_run_at(new.run_at)
     if run_at is not None and delay is not None:
         raise ValidationError("run_at and delay exclude each other: give one", path="delay", value=new.delay)
-    return JobRow(
+    parents = None if new.after is None else options.check_after(new.after)
+    after_failed = None if new.after_failed is None else options.check_after_failed(new.after_failed)
+    if after_failed is not None and parents is None:
+        raise ValidationError(
+            f"after_failed={after_failed!r} says what happens when a job of after= fails: give after, too",
+            path="after_failed",
+            value=after_failed,
+        )
+    row = JobRow(
         (said.queue or defaults.queue) if new.queue is None else options.check_queue(new.queue),
         kind,
         body,
@@ -142,10 +213,105 @@ def prepare(item: object, registry: Registry, defaults: Defaults) -> JobRow:
         None if new.metadata is None else _metadata(new.metadata, defaults.max_args_bytes),
         run_at,
         delay or None,
+        parents=parents,
+        on_parent_failure=after_failed,
+        follow_ups=_follow_ups(new, registry, defaults, depth),
     )
+    if new.unique is None:
+        return row if said.unique is None else _with_key(row, said.unique)
+    if new.unique is False:
+        return row
+    unique = check_unique(new.unique)
+    assert unique is not None
+    unique.check_names((codec_for(type(new.args)) if task is None else task.codec).names, kind)
+    return _with_key(row, unique)
+
+
+MOST_FOLLOWING = 20
+"""How many jobs may follow one another."""
+
+
+def _follow_ups(new: NewJob, registry: Registry, defaults: Defaults, depth: int) -> bytes | None:
+    """JSON text of what is to follow *new*; see migrations/0018_outcomes.sql."""
+    if new.on_completed is None and new.on_failed is None and new.on_cancelled is None:
+        return None
+    if depth == MOST_FOLLOWING:
+        raise ValidationError(
+            f"more than {MOST_FOLLOWING} jobs follow one another: let a handler insert what comes later",
+            path="follow_ups",
+            value=new,
+            limit=MOST_FOLLOWING,
+        )
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name in ("on_completed", "on_failed", "on_cancelled"):
+        given = getattr(new, name)
+        items = () if given is None else given if isinstance(given, (list, tuple)) else (given,)
+        rows = [
+            _follow_up(f"{name}[{position}]", item, registry, defaults, depth + 1)
+            for position, item in enumerate(items)
+        ]
+        if rows:
+            found[name.removeprefix("on_")] = rows
+    text = orjson.dumps(found)
+    limit = defaults.max_args_bytes
+    if len(text) > limit:
+        raise ValidationError(
+            f"the follow-ups take {len(text):,} bytes as JSON, the limit is {limit:,}: store the data elsewhere and "
+            "send a reference, or raise max_args_bytes",
+            path="follow_ups",
+            value=len(text),
+            limit=limit,
+        )
+    return text if found else None
+
+
+def _follow_up(path: str, item: object, registry: Registry, defaults: Defaults, depth: int) -> dict[str, Any]:
+    try:
+        row = prepare(item, registry, defaults, depth)
+    except ValidationError as error:
+        raise ValidationError(
+            f"{path}: {error}", path=f"{path}.{error.path}", value=error.value, limit=error.limit
+        ) from error
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    for name, value, advice in (
+        ("unique", row.unique, "say unique=False"),
+        ("after", row.parents, "leave after out"),
+    ):
+        if value is not None:
+            raise ValidationError(
+                f"{path} has {name}, but a follow-up must not wait for other jobs, since a worker inserts it as it "
+                f"records the outcome: {advice}, or have a handler insert the job",
+                path=f"{path}.{name}",
+                value=value,
+            )
+    stored: dict[str, Any] = {
+        "kind": row.kind,
+        "queue": row.queue,
+        "args": orjson.Fragment(row.args),
+        "priority": row.priority,
+        "max_attempts": row.max_attempts,
+        "timeout_ms": row.timeout_ms,
+        "tags": row.tags,
+        "metadata": None if row.metadata is None else orjson.Fragment(row.metadata),
+        "run_at": None if row.run_at is None else row.run_at.isoformat(),
+        "delay": row.delay,
+        "follow_ups": None if row.follow_ups is None else orjson.Fragment(row.follow_ups),
+    }
+    return {name: value for name, value in stored.items() if value is not None}
 
 
 _NOTHING = TaskOptions()
+
+
+def _with_key(row: JobRow, unique: Unique) -> JobRow:
+    """*row* with its key; with what gives the key from the database's time, when that is part of it."""
+    if unique.period is not None and row.run_at is None:
+        delay = row.delay or 0.0
+        key: bytes | KeyAt = lambda now: unique.key(row.kind, row.args, row.queue, now + delay)  # noqa: E731
+    else:
+        key = unique.key(row.kind, row.args, row.queue, None if row.run_at is None else row.run_at.timestamp())
+    return row._replace(unique=key, on_conflict=unique.on_conflict)
 
 
 def _body(
@@ -177,6 +343,10 @@ def _bound(task: Task[..., Any], args: dict[str, Any]) -> dict[str, Any]:
     return task.bind(**args).args
 
 
+def _keyed(rows: list[JobRow], now: float) -> list[JobRow]:
+    return [row._replace(unique=row.unique(now)) if callable(row.unique) else row for row in rows]
+
+
 def _metadata(value: object, limit: int) -> bytes:
     if not isinstance(value, dict):
         raise ValidationError(
@@ -206,21 +376,6 @@ def _several(items: Any) -> Iterable[object]:
     return items
 
 
-def lent(conn: Lent) -> Connection[Any]:
-    """The psycopg connection behind what the caller lent.
-
-    Raises:
-        ConfigError: It is something else.
-    """
-    if isinstance(conn, Connection):
-        return conn
-    if isinstance(conn, Cursor):
-        return conn.connection
-    raise ConfigError(
-        f"conn is a {type(conn).__module__}.{type(conn).__name__}: lend a psycopg (version 3) connection or cursor"
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Producer:
     """Writes the jobs of one client."""
@@ -235,24 +390,32 @@ class Producer:
     """Whether to wake idle workers."""
     own: Callable[[], AbstractContextManager[Connection]]
     """Lends a connection of the library's own, in autocommit mode."""
+    clock: DatabaseClock = field(default_factory=DatabaseClock)
+    """For keys with a period."""
 
-    def insert(self, item: object, conn: Lent | None) -> JobId:
+    def insert(self, item: object, conn: Lent | None) -> Written:
         """Write one job, in the transaction of *conn* or in one of its own."""
         row = prepare(item, self.registry, self.defaults)
         if conn is not None:
-            return jobs.insert_job(lent(conn), self.schema, row, notify=self.notify)
+            with lent(conn) as driver:
+                return jobs.insert_job(driver, self.schema, *self._timed([row], driver), notify=self.notify)
         with self.own() as borrowed:
-            return repeated(lambda: jobs.insert_job(borrowed, self.schema, row, notify=self.notify))
+            return repeated(
+                lambda: jobs.insert_job(borrowed, self.schema, *self._timed([row], borrowed), notify=self.notify)
+            )
 
-    def insert_many(self, items: Iterable[object], conn: Lent | None) -> list[JobId]:
-        """Write a batch by one statement, all or nothing; ids in the order of *items*."""
-        rows = [self._at(position, item) for position, item in enumerate(_several(items))]
+    def insert_many(self, items: Iterable[object], conn: Lent | None) -> list[Written]:
+        """Write a batch by one statement, all or nothing; what became of each, in the order of *items*."""
+        rows = self._batch(items)
         if not rows:
             return []
         if conn is not None:
-            return jobs.insert_jobs(lent(conn), self.schema, rows, notify=self.notify)
+            with lent(conn) as driver:
+                return jobs.insert_jobs(driver, self.schema, self._timed(rows, driver), notify=self.notify)
         with self.own() as borrowed:
-            return repeated(lambda: jobs.insert_jobs(borrowed, self.schema, rows, notify=self.notify))
+            return repeated(
+                lambda: jobs.insert_jobs(borrowed, self.schema, self._timed(rows, borrowed), notify=self.notify)
+            )
 
     def insert_many_copy(self, items: Iterable[object], conn: Lent | None) -> int:
         """Write jobs by COPY, all or nothing; they are validated as they stream."""
@@ -261,15 +424,51 @@ class Producer:
         with self._writing(conn) as writing:
             return jobs.copy_jobs(writing, self.schema, chain(first, rows), notify=self.notify)
 
+    async def insert_async(self, item: object, conn: AsyncLent | None) -> Written:
+        """As :meth:`insert`; without *conn* in a thread."""
+        if conn is None:
+            return await asyncio.to_thread(self.insert, item, None)
+        row = prepare(item, self.registry, self.defaults)
+        driver = lent_async(conn)
+        rows = await self._timed_async([row], driver)
+        [written] = await jobs.insert_jobs_async(driver, self.schema, rows, notify=self.notify)
+        return written
+
+    async def insert_many_async(self, items: Iterable[object], conn: AsyncLent | None) -> list[Written]:
+        """As :meth:`insert_many`; without *conn* in a thread."""
+        if conn is None:
+            return await asyncio.to_thread(self.insert_many, items, None)
+        driver = lent_async(conn)
+        rows = await self._timed_async(self._batch(items), driver)
+        return await jobs.insert_jobs_async(driver, self.schema, rows, notify=self.notify)
+
+    async def insert_many_copy_async(self, items: Iterable[object], conn: AsyncLent | None) -> int:
+        """As :meth:`insert_many_copy`; without *conn* in a thread, which also walks through *items*."""
+        if conn is None:
+            return await asyncio.to_thread(self.insert_many_copy, items, None)
+        rows = self._stream(items)
+        first = list(islice(rows, FIRST_LOOK))
+        return await jobs.copy_jobs_async(lent_async(conn), self.schema, chain(first, rows), notify=self.notify)
+
+    def _timed(self, rows: list[JobRow], conn: Driver) -> list[JobRow]:
+        """*rows* with the keys that depend on the database's time."""
+        return _keyed(rows, self.clock.read(conn)) if any(callable(row.unique) for row in rows) else rows
+
+    async def _timed_async(self, rows: list[JobRow], conn: AsyncConnection[Any]) -> list[JobRow]:
+        return _keyed(rows, await self.clock.read_async(conn)) if any(callable(row.unique) for row in rows) else rows
+
+    def _batch(self, items: Iterable[object]) -> list[JobRow]:
+        return [self._at(position, item) for position, item in enumerate(_several(items))]
+
     def _stream(self, items: Iterable[object]) -> Iterator[JobRow]:
         for position, item in enumerate(_several(items)):
             row = self._at(position, item)
-            if row.run_at is not None or row.delay:
-                given = "delay" if row.run_at is None else "run_at"
+            given = next((name for name in NOT_BY_COPY if getattr(row, name) is not None), None)
+            if given is not None:
                 raise ValidationError(
-                    f"items[{position}] has {given}, but insert_many_copy takes jobs that are available at once: "
-                    "use insert_many for the others",
-                    path=f"items[{position}].{given}",
+                    f"items[{position}] has {NOT_BY_COPY[given]}, but insert_many_copy takes jobs that are available "
+                    "at once and have nothing to do with others: use insert_many for it",
+                    path=f"items[{position}].{NOT_BY_COPY[given]}",
                     value=getattr(row, given),
                 )
             yield row
@@ -284,9 +483,6 @@ class Producer:
             ) from error
 
     @contextmanager
-    def _writing(self, conn: Lent | None) -> Iterator[Connection[Any]]:
-        if conn is not None:
-            yield lent(conn)
-            return
-        with self.own() as borrowed:
-            yield borrowed
+    def _writing(self, conn: Lent | None) -> Iterator[Driver]:
+        with self.own() if conn is None else lent(conn) as driver:
+            yield driver

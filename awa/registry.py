@@ -12,10 +12,19 @@ from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 from awa import job as jobs
 from awa._core import derive_kind
-from awa.args import Codec, FunctionCodec, codec_for, parameter_hints, signature_of
+from awa.args import Codec, FunctionCodec, codec_for, parameter_hints, result_dumper, signature_of
 from awa.errors import ConfigError, DuplicateKind, UnknownKind
-from awa.options import check_kind, check_max_attempts, check_priority, check_queue, check_timeout, declared
+from awa.options import (
+    check_flag,
+    check_kind,
+    check_max_attempts,
+    check_priority,
+    check_queue,
+    check_timeout,
+    declared,
+)
 from awa.retry import ExceptionTypes, RetryPolicy, check_exception_types, check_policy
+from awa.unique import Unique, check_unique
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -40,6 +49,10 @@ class TaskOptions:
     """When given, only these exceptions are retried."""
     fail_on: ExceptionTypes | None = None
     """These fail the job at once."""
+    unique: Unique | None = None
+    """What makes its jobs equal."""
+    keep_result: bool = False
+    """Whether what the handler returns is kept for who asks for it."""
 
     @classmethod
     def declare(
@@ -52,6 +65,8 @@ class TaskOptions:
         retry: RetryPolicy | None = None,
         retry_on: type[BaseException] | Sequence[type[BaseException]] | None = None,
         fail_on: type[BaseException] | Sequence[type[BaseException]] | None = None,
+        unique: Unique | None = None,
+        keep_result: bool = False,
     ) -> Self:
         """The options as they are used: a ``timedelta`` as seconds, exceptions as a tuple.
 
@@ -66,6 +81,8 @@ class TaskOptions:
             retry=None if retry is None else check_policy(retry),
             retry_on=None if retry_on is None else check_exception_types(retry_on, "retry_on"),
             fail_on=None if fail_on is None else check_exception_types(fail_on, "fail_on"),
+            unique=check_unique(unique),
+            keep_result=declared(lambda value: check_flag(value, "keep_result"), keep_result),
         )
 
 
@@ -139,6 +156,9 @@ class Task(Generic[P, R]):
             raise ConfigError(f"aliases must be a list of kinds, got the str {aliases!r}: write [{aliases!r}]")
         self.aliases = tuple(declared(lambda alias: check_kind(alias, "aliases"), alias) for alias in aliases)
         self.options = options or TaskOptions()
+        if self.options.unique is not None:
+            self.options.unique.check_names(self.codec.names, self.kind)
+        self.dump_result = result_dumper(func) if self.options.keep_result else None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function here and now; no job is made."""

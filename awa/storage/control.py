@@ -56,6 +56,31 @@ def cancel_job(
     return _control(conn, schema, job_id, CANCEL, {"reason": reason, "force": force}, part="producer")
 
 
+HOLDER = "SELECT awa.holder_v1(%(key)s::bytea)"
+
+
+def cancel_holder(
+    conn: Connection[Any], schema: Schema, key: bytes, *, reason: str | None = None, force: bool = False
+) -> Controlled:
+    """Cancel the job that holds a unique key, as :func:`cancel_job` does.
+
+    Raises:
+        JobNotFound: No job holds it.
+        JobBusy: Somebody held the job for a second; nothing was changed.
+
+    Source: migrations/0017_unique.sql.
+    """
+    try:
+        with Cursor(conn, row_factory=scalar_row) as cursor:
+            read_committed(cursor, schema.sql(HOLDER), {"key": key})
+            job_id = cursor.fetchone()
+    except REFUSED as error:
+        raise refusal(conn, schema, "producer", error) from error
+    if job_id is None:
+        raise JobNotFound(f"no job holds the unique key {key.hex()}", job_id=None)
+    return cancel_job(conn, schema, job_id, reason=reason, force=force)
+
+
 MOVE = "SELECT happened, state FROM awa.move_v1(%(id)s::bigint, %(queue)s::text)"
 
 

@@ -13,11 +13,12 @@ from typing import Any, Literal
 
 import orjson
 import psycopg
-from psycopg import Connection, Cursor
+from psycopg import AsyncConnection, Connection, Cursor
 from psycopg.rows import tuple_row
 
 from awa.config import mask
 from awa.errors import ConfigError, PermissionDenied
+from awa.lent import Driver
 from awa.storage.schema import Schema
 
 Part = Literal["worker", "producer", "reader"]
@@ -31,10 +32,17 @@ SEGMENTED = ("jobs", "claims", "completions", "attempt_ends")
 OWNERS_FUNCTIONS: Mapping[str, tuple[Part, ...]] = {
     "analyze_v1(smallint)": ("worker",),
     "prune_v1(smallint, bigint, oid)": ("worker",),
+    "prune_v2(smallint, bigint, oid, bigint[])": ("worker",),
     "rotate_v1()": ("worker",),
     "summarize_v1(smallint, bigint, integer)": ("worker",),
     "find_job_v2(bigint)": ("worker", "producer", "reader"),
+    "outcome_v1(bigint[])": ("worker", "producer", "reader"),
     "cancel_v1(bigint, text, boolean)": ("worker", "producer"),
+    "enqueue_v1(text, json, text, integer, integer, integer, timestamptz, interval, text[], json, bytea, text[], text,"
+    " json, bigint[], text, boolean)": ("worker", "producer"),
+    "enqueue_many_v1(text[], smallint[], text[], text[], smallint[], integer[], text[], text[], text[],"
+    " double precision[], bytea[], text[], text[], text[], text[], boolean)": ("worker", "producer"),
+    "holder_v1(bytea)": ("worker", "producer"),
 }
 """The functions that act with the owner's rights, and who may call them."""
 
@@ -242,7 +250,9 @@ def check_worker(conn: Connection[Any], schema: Schema) -> None:
 _DENIED = re.compile(r"permission denied for (\w+) (.+)")
 
 
-def denied(conn: Connection[Any], schema: Schema, part: Part | None, error: psycopg.Error) -> PermissionDenied:
+def denied(
+    conn: Driver | AsyncConnection[Any], schema: Schema, part: Part | None, error: psycopg.Error
+) -> PermissionDenied:
     """What *error*, which says that a right is missing, means to who needs the rights of *part*; None: of the owner.
 
     Sends nothing: the transaction may be broken.

@@ -5,7 +5,8 @@ Claiming and settling, which share one round trip, are in ``line``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -13,18 +14,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 import psycopg
-from psycopg import Connection, Cursor
-from psycopg.pq import TransactionStatus
-from psycopg.rows import class_row, tuple_row
+from psycopg import AsyncConnection, Connection, Cursor
+from psycopg.rows import class_row
 
 from awa._core import int2_array, text_array
-from awa.errors import AwaError, JobNotFound, SchemaNotMigrated, StaleAttempt
+from awa.errors import AwaError, JobNotFound, SchemaNotMigrated, StaleAttempt, UniqueConflict
 from awa.job import JobId, JobState
+from awa.lent import Driver
+from awa.storage import drivers
+from awa.storage.drivers import Array, Int2s, OwnCursor, sqlstate
 from awa.storage.rows import read_anything
 from awa.storage.schema import Schema
 
 if TYPE_CHECKING:
     from awa.storage.grants import Part
+
+
+KeyAt = Callable[[float], bytes]
+"""The database's time in seconds since 1970 -> the key of a job that is unique for a period."""
 
 
 class JobRow(NamedTuple):  # a tuple: made once per job, in half the time of a frozen dataclass
@@ -50,14 +57,40 @@ class JobRow(NamedTuple):  # a tuple: made once per job, in half the time of a f
     """Not before; None: at once, or after *delay*."""
     delay: float | None = None
     """Seconds from the database's now."""
+    unique: bytes | KeyAt | None = None
+    """The key it shares with its equals: 16 bytes, and a 17th with the states that hold it, if they are not the usual.
+    Or what gives it; its producer asks that before the row is written."""
+    on_conflict: str | None = None
+    """``return``, ``raise`` or ``replace``, when it has a key."""
+    follow_ups: bytes | None = None
+    """JSON text: what to enqueue when it has ended."""
+    parents: tuple[int, ...] | None = None
+    """The jobs that it waits for."""
+    on_parent_failure: str | None = None
+    """``cancel``, which is what None means, ``run`` or ``discard``."""
 
     @property
     def is_plain(self) -> bool:
         """It is available at once and has no rarely used option."""
         return self[5:] == _PLAIN
 
+    @property
+    def is_bound(self) -> bool:
+        """It has to do with other jobs: equal ones, those before it, or those after."""
+        return self[10:] != _UNBOUND
 
-_PLAIN = (None, None, None, None, None)
+
+_PLAIN = (None,) * 10
+_NOTHING_RARE = _UNBOUND = (None,) * 5
+
+
+class Written(NamedTuple):
+    """What became of a row."""
+
+    id: JobId
+    """The job, or the one that has its key."""
+    is_new: bool = True
+    """Whether it was written."""
 
 
 # Ring for a queue only when somebody sleeps at its bell; see awa.ring in migrations/0002_bell.sql. Written into the
@@ -73,7 +106,7 @@ _ONE_BELL = """CASE WHEN pg_try_advisory_lock_shared(hashtextextended('awa.bell:
 
 INSERT_ONE = """
     INSERT INTO awa.jobs (queue, lane, priority, kind, args, max_attempts)
-    VALUES (%s, %s, %s, %s, %s, %s)
+    VALUES (%s, %s::smallint, %s::smallint, %s, %s::json, %s::smallint)
     RETURNING {id}
 """
 
@@ -116,25 +149,50 @@ INSERT_ANY = """
     SELECT i.id, (SELECT {ring} FROM bells b) FROM input i ORDER BY i.n
 """
 
-COPY = "COPY awa.jobs (queue, lane, priority, kind, args, max_attempts, timeout_ms, tags, metadata) FROM STDIN"
+ENQUEUE_KEY = """
+    SELECT id, is_new
+      FROM awa.enqueue_v1(p_kind => %s, p_args => %s::json, p_queue => %s, p_priority => %s::integer,
+                          p_max_attempts => %s::integer, p_unique_key => %s::bytea, p_on_conflict => %s,
+                          p_notify => {notify})
+"""
 
-RING = "SELECT awa.ring(%(queues)s)"
+ENQUEUE_ONE = """
+    SELECT id, is_new
+      FROM awa.enqueue_v1(p_queue => %(queue)s, p_kind => %(kind)s, p_args => %(args)s::json,
+                          p_priority => %(priority)s::integer, p_max_attempts => %(max_attempts)s::integer,
+                          p_timeout_ms => %(timeout_ms)s::integer, p_tags => %(tags)s::text[],
+                          p_metadata => %(metadata)s::json, p_run_at => %(run_at)s::timestamptz,
+                          p_delay => %(delay)s::double precision * interval '1 s', p_unique_key => %(key)s::bytea,
+                          p_unique_states => %(states)s::text[], p_on_conflict => %(on_conflict)s,
+                          p_follow_ups => %(follow_ups)s::json, p_notify => {notify})
+"""
+
+ENQUEUE_MANY = """
+    SELECT n, id, is_new, problem
+      FROM awa.enqueue_many_v1(%(queues)b::text[], %(priorities)b::smallint[], %(kinds)b::text[], %(args)b::text[],
+                               %(max_attempts)b::smallint[], %(timeouts)s::integer[], %(tags)b::text[],
+                               %(metadata)b::text[], %(run_ats)b::text[], %(delays)s::double precision[],
+                               %(keys)s::bytea[], %(on_conflict)s::text[], %(follow_ups)b::text[], %(parents)s::text[],
+                               %(on_parent_failure)s::text[], {notify})
+"""
+
+COPY = """
+    COPY awa.jobs (queue, lane, priority, kind, args, max_attempts, timeout_ms, tags, metadata)
+    FROM STDIN WITH (ENCODING 'UTF8')
+"""
+
+RING = "SELECT awa.ring(%(queues)s::text[])"
 
 
 @lru_cache(maxsize=64)
 def _statement(schema: Schema, text: str, notify: bool) -> str:
-    parts = {"{id}": "id", "{bell}": "0", "{ring}": "0"}
+    parts = {"{id}": "id", "{bell}": "0", "{ring}": "0", "{notify}": "false"}
     if notify:
         ring = "count(awa.ring(b.queues)) FILTER (WHERE b.queues IS NOT NULL)"
-        parts = {"{id}": _ONE_BELL, "{bell}": _BELLS, "{ring}": ring}
+        parts = {"{id}": _ONE_BELL, "{bell}": _BELLS, "{ring}": ring, "{notify}": "true"}
     for mark, part in parts.items():
         text = text.replace(mark, part)
     return schema.sql(text.replace("{channel}", schema.channel))
-
-
-def _cursor(conn: Connection[Any]) -> Cursor[tuple[Any, ...]]:
-    # Our own class and row factory, whatever the connection was given.
-    return Cursor(conn, row_factory=tuple_row)
 
 
 REFUSED = (
@@ -143,10 +201,14 @@ REFUSED = (
 )
 """What the server says when the schema is not there, or not for this role; see :func:`refusal`."""
 
+_REFUSED = {error.sqlstate for error in REFUSED}
+_DENIED = psycopg.errors.InsufficientPrivilege.sqlstate
+_STANDS = psycopg.errors.UniqueViolation.sqlstate
 
-def refusal(conn: Connection[Any], schema: Schema, part: Part, error: psycopg.Error) -> AwaError:
-    """What one of ``REFUSED`` means to who needs the rights of *part*."""
-    if isinstance(error, psycopg.errors.InsufficientPrivilege):
+
+def refusal(conn: Driver | AsyncConnection[Any], schema: Schema, part: Part, error: Any) -> AwaError:
+    """What one of ``REFUSED``, or psycopg2's of the same code, means to who needs the rights of *part*."""
+    if sqlstate(error) == _DENIED:
         from awa.storage.grants import denied  # as below
 
         return denied(conn, schema, part, error)
@@ -159,123 +221,250 @@ def refusal(conn: Connection[Any], schema: Schema, part: Part, error: psycopg.Er
     )
 
 
-def insert_job(conn: Connection[Any], schema: Schema, row: JobRow, *, notify: bool) -> JobId:
+def insert_job(conn: Driver, schema: Schema, row: JobRow, *, notify: bool) -> Written:
     """Write one job in the transaction of *conn*.
 
     Args:
         notify: Whether to wake a worker that sleeps for the queue; it is woken when the transaction commits.
+
+    Raises:
+        UniqueConflict, JobNotFound: As for :func:`insert_jobs`.
     """
-    if not row.is_plain:
+    if row.is_plain:
+        queue, kind, args, priority, max_attempts = row[:5]
+        # as text: the server knows the columns' types, and psycopg has one type to look up
+        params: tuple[str | bytes, ...] = (
+            queue,
+            str(2 * priority + 1),
+            str(priority),
+            kind,
+            args.decode(),
+            str(max_attempts),
+        )
+        return Written(JobId(int(_one_row(conn, schema, INSERT_ONE, notify, params)[0])))
+    if row.unique is None or row.parents is not None:
         return insert_jobs(conn, schema, [row], notify=notify)[0]
+    assert isinstance(row.unique, bytes)
+    if row[5:10] == _NOTHING_RARE and row.follow_ups is None and len(row.unique) == 16:
+        queue, kind, args, priority, max_attempts = row[:5]
+        params = (kind, args.decode(), queue, str(priority), str(max_attempts), row.unique, _mode(row))
+        job_id, is_new = _one_row(conn, schema, ENQUEUE_KEY, notify, params)
+    else:
+        [(job_id, is_new)] = _rows(conn, schema, _statement(schema, ENQUEUE_ONE, notify), _named(row))
+    if not is_new and row.on_conflict == "raise":
+        raise conflict("", row.unique, JobId(job_id))
+    return Written(JobId(job_id), is_new)
+
+
+def _mode(row: JobRow) -> str:
+    """What the database is to do about a conflict. Not to raise, which would break the transaction: it returns."""
+    return "replace" if row.on_conflict == "replace" else "return"
+
+
+def _named(row: JobRow) -> dict[str, Any]:
+    """The parameters of ``ENQUEUE_ONE``."""
+    key = row.unique
+    assert isinstance(key, bytes)
+    return row._asdict() | {
+        "args": row.args.decode(),
+        "tags": None if row.tags is None else list(row.tags),
+        "metadata": None if row.metadata is None else row.metadata.decode(),
+        "key": key[:16],
+        "states": None if len(key) == 16 else [state for bit, state in enumerate(JobState) if key[16] >> bit & 1],
+        "on_conflict": _mode(row),
+        "follow_ups": None if row.follow_ups is None else row.follow_ups.decode(),
+    }
+
+
+def _one_row(conn: Driver, schema: Schema, text: str, notify: bool, params: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The row that a producer's statement for one job gives."""
+    if not isinstance(conn, Connection) or not drivers.speaks_utf8(conn):
+        return _rows(conn, schema, _statement(schema, text, notify), params)[0]
     # Kept with the connection for the next insert: a new cursor, which knows no types yet, costs a tenth of an insert.
     # Taken out meanwhile, so that two threads on one connection do not read each other's results.
     kept: _Kept | None = conn.__dict__.pop(_KEPT, None)
-    if kept is None or kept[0] is not schema or kept[1] is not notify:
-        kept = schema, notify, _statement(schema, INSERT_ONE, notify), _cursor(conn)
-    _, _, statement, cursor = kept
-    queue, kind, args, priority, max_attempts, *_ = row
+    if kept is None or kept[0] is not schema or kept[1] is not notify or kept[2] is not text:
+        kept = schema, notify, text, _statement(schema, text, notify), OwnCursor(conn)
+    _, _, _, statement, cursor = kept
     try:
-        # as text: the server knows the columns' types, and psycopg has one type to look up
-        cursor.execute(statement, (queue, str(2 * priority + 1), str(priority), kind, args.decode(), str(max_attempts)))
+        cursor.execute(statement, params)
     except REFUSED as error:
         raise refusal(conn, schema, "producer", error) from error
     found = cursor.fetchone()
     assert found is not None
     conn.__dict__[_KEPT] = kept
-    return JobId(int(found[0]))
+    return found
 
 
 _KEPT = "_awa_insert"
 
-_Kept = tuple[Schema, bool, str, Cursor[tuple[Any, ...]]]
+_Kept = tuple[Schema, bool, str, str, OwnCursor]
 
 
-class _Array(bytes):
-    """A PostgreSQL array in binary form; see awa._core."""
+def insert_jobs(conn: Driver, schema: Schema, rows: Sequence[JobRow], *, notify: bool) -> list[Written]:
+    """Write many jobs in one statement, in the transaction of *conn*; what became of them comes in the order of *rows*.
 
-
-class _Int2s(_Array):
-    pass
-
-
-class _ArrayDumper(psycopg.adapt.Dumper):
-    format = psycopg.pq.Format.BINARY
-    oid = psycopg.postgres.types["text"].array_oid
-
-    def dump(self, obj: Any) -> bytes:
-        return bytes(obj)
-
-
-class _Int2sDumper(_ArrayDumper):
-    oid = psycopg.postgres.types["int2"].array_oid
-
-
-def insert_jobs(conn: Connection[Any], schema: Schema, rows: Sequence[JobRow], *, notify: bool) -> list[JobId]:
-    """Write many jobs in one statement, in the transaction of *conn*; their ids come in the order of *rows*."""
+    Raises:
+        UniqueConflict: A key of a row that refuses it is held; nothing is written, and the transaction stays usable.
+        JobNotFound: A parent does not exist; likewise.
+    """
     if not rows:
         return []
+    return _written(rows, _rows(conn, schema, *_batch(schema, rows, notify)))
+
+
+async def insert_jobs_async(
+    conn: AsyncConnection[Any], schema: Schema, rows: Sequence[JobRow], *, notify: bool
+) -> list[Written]:
+    """As :func:`insert_jobs`."""
+    if not rows:
+        return []
+    return _written(rows, await _rows_async(conn, schema, *_batch(schema, rows, notify)))
+
+
+def _batch(schema: Schema, rows: Sequence[JobRow], notify: bool) -> tuple[str, dict[str, Any]]:
+    """The statement that writes *rows*, and its parameters."""
     params: dict[str, Any] = {
-        "queues": _Array(text_array([row.queue for row in rows])),
-        "priorities": _Int2s(int2_array([row.priority for row in rows])),
-        "kinds": _Array(text_array([row.kind for row in rows])),
-        "args": _Array(text_array([row.args for row in rows])),
-        "max_attempts": _Int2s(int2_array([row.max_attempts for row in rows])),
+        "queues": Array(text_array([row.queue for row in rows])),
+        "priorities": Int2s(int2_array([row.priority for row in rows])),
+        "kinds": Array(text_array([row.kind for row in rows])),
+        "args": Array(text_array([row.args for row in rows])),
+        "max_attempts": Int2s(int2_array([row.max_attempts for row in rows])),
     }
     if all(row.is_plain for row in rows):
         text = INSERT_PLAIN
         params["bells"] = sorted({row.queue for row in rows})
     else:
-        text = INSERT_ANY
+        is_bound = any(row.is_bound for row in rows)
+        text = ENQUEUE_MANY if is_bound else INSERT_ANY
         params |= {
             "timeouts": [row.timeout_ms for row in rows],
-            "tags": _Array(text_array([None if row.tags is None else orjson.dumps(row.tags) for row in rows])),
-            "metadata": _Array(text_array([row.metadata for row in rows])),
-            "run_ats": _Array(text_array([None if row.run_at is None else row.run_at.isoformat() for row in rows])),
+            "tags": Array(text_array([None if row.tags is None else orjson.dumps(row.tags) for row in rows])),
+            "metadata": Array(text_array([row.metadata for row in rows])),
+            "run_ats": Array(text_array([None if row.run_at is None else row.run_at.isoformat() for row in rows])),
             "delays": [row.delay for row in rows],
         }
-    return [JobId(int(found[0])) for found in _rows(conn, schema, _statement(schema, text, notify), params)]
+        if is_bound:
+            params |= {
+                "keys": [row.unique for row in rows],
+                "on_conflict": [row.on_conflict for row in rows],
+                "follow_ups": Array(text_array([row.follow_ups for row in rows])),
+                "parents": [None if row.parents is None else f"{{{','.join(map(str, row.parents))}}}" for row in rows],
+                "on_parent_failure": [row.on_parent_failure for row in rows],
+            }
+    return _statement(schema, text, notify), params
 
 
-def _rows(conn: Connection[Any], schema: Schema, statement: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """What a producer's *statement* gives, sent in the transaction of *conn*."""
-    with _cursor(conn) as cursor:
-        cursor.adapters.register_dumper(_Array, _ArrayDumper)
-        cursor.adapters.register_dumper(_Int2s, _Int2sDumper)
-        try:
-            cursor.execute(statement, params)
-        except REFUSED as error:
+def _written(rows: Sequence[JobRow], found: list[tuple[Any, ...]]) -> list[Written]:
+    """What became of *rows*, by what the statement of their batch gave."""
+    if len(found[0]) == 4:  # ENQUEUE_MANY
+        return _enqueued(rows, found)
+    return [Written(JobId(int(row[0]))) for row in found]
+
+
+def _enqueued(rows: Sequence[JobRow], found: list[tuple[Any, ...]]) -> list[Written]:
+    """What ``ENQUEUE_MANY`` says about *rows*.
+
+    Raises:
+        UniqueConflict, JobNotFound: The batch was not written.
+    """
+    n, other, _, problem = found[0]
+    if problem is None:
+        return [Written(JobId(job_id), is_new) for _, job_id, is_new, _ in found]
+    row = rows[n - 1]
+    where = f"items[{n - 1}]: " if len(rows) > 1 else ""
+    if problem == "no_parent":
+        raise JobNotFound(
+            f"{where}no job has the id {other} that it is to run after, or its history is gone: nothing was inserted",
+            job_id=other,
+        )
+    assert isinstance(row.unique, bytes)
+    raise conflict(where, row.unique, None if other is None else JobId(other))
+
+
+def conflict(where: str, unique: bytes, other: JobId | None) -> UniqueConflict:
+    """What to raise when *other* has the key of a job; None: a job of the same batch."""
+    key = unique[:16]
+    who = f"job {other}" if other is not None else "another job of this batch"
+    return UniqueConflict(
+        f"{where}{who} has the unique key {key.hex()}, and on_conflict is 'raise': nothing was inserted",
+        existing_id=other,
+        key=key,
+    )
+
+
+def _rows(conn: Driver, schema: Schema, statement: str, params: drivers.Params) -> list[tuple[Any, ...]]:
+    """What a producer's *statement* gives, sent in the transaction of *conn*.
+
+    Each parameter has a cast in the statement: not every driver tells the server of types.
+    """
+    with _explaining(conn, schema):
+        return drivers.rows(conn, statement, params)
+
+
+async def _rows_async(
+    conn: AsyncConnection[Any], schema: Schema, statement: str, params: drivers.Params
+) -> list[tuple[Any, ...]]:
+    with _explaining(conn, schema):
+        return await drivers.rows_async(conn, statement, params)
+
+
+@contextmanager
+def _explaining(conn: Driver | AsyncConnection[Any], schema: Schema) -> Iterator[None]:
+    """Have what the server refuses to a producer raise what it means."""
+    try:
+        yield
+    except Exception as error:
+        if sqlstate(error) in _REFUSED:
             raise refusal(conn, schema, "producer", error) from error
-        return cursor.fetchall()
+        raise
 
 
-def copy_jobs(conn: Connection[Any], schema: Schema, rows: Iterable[JobRow], *, notify: bool) -> int:
+def copy_jobs(conn: Driver, schema: Schema, rows: Iterable[JobRow], *, notify: bool) -> int:
     """Write jobs that are available at once by COPY, in the transaction of *conn*; returns how many.
 
-    All or nothing, on a connection in autocommit mode too.
+    All or nothing, on a connection in autocommit mode too; a job that is refused half-way leaves the caller's
+    transaction usable.
     """
-    count = 0
-    queues: set[str] = set()
-    with _cursor(conn) as cursor:
-        if conn.info.transaction_status == TransactionStatus.IDLE and not conn.autocommit:
-            cursor.execute("SELECT 1")  # begins the caller's transaction, which the block below must not commit
-        try:
-            # a savepoint: a job that is refused half-way leaves the caller's transaction usable
-            with conn.transaction(), cursor.copy(schema.sql(COPY)) as copy:
-                lines: list[bytes] = []
-                for row in rows:
-                    lines.append(_copy_line(row))
-                    queues.add(row.queue)
-                    if len(lines) == 500:
-                        copy.write(b"".join(lines))
-                        count += 500
-                        lines.clear()
-                copy.write(b"".join(lines))
-                count += len(lines)
-        except REFUSED as error:
-            raise refusal(conn, schema, "producer", error) from error
-        if notify and queues:
-            cursor.execute(schema.sql(RING), {"queues": sorted(queues)})
-    return count
+    lines = _Lines(rows)
+    with _explaining(conn, schema):
+        drivers.copy(conn, schema.sql(COPY), iter(lines))
+        if notify and lines.queues:
+            drivers.rows(conn, schema.sql(RING), {"queues": sorted(lines.queues)})
+    return lines.count
+
+
+async def copy_jobs_async(conn: AsyncConnection[Any], schema: Schema, rows: Iterable[JobRow], *, notify: bool) -> int:
+    """As :func:`copy_jobs`."""
+    lines = _Lines(rows)
+    with _explaining(conn, schema):
+        await drivers.copy_async(conn, schema.sql(COPY), iter(lines))
+        if notify and lines.queues:
+            await drivers.rows_async(conn, schema.sql(RING), {"queues": sorted(lines.queues)})
+    return lines.count
+
+
+class _Lines:
+    """Jobs as chunks of lines for COPY."""
+
+    def __init__(self, rows: Iterable[JobRow]) -> None:
+        self._rows = rows
+        self.count = 0
+        """Lines so far."""
+        self.queues: set[str] = set()
+        """Where their jobs wait."""
+
+    def __iter__(self) -> Iterator[bytes]:
+        lines: list[bytes] = []
+        for row in self._rows:
+            lines.append(_copy_line(row))
+            self.queues.add(row.queue)
+            if len(lines) == 500:
+                self.count += 500
+                yield b"".join(lines)
+                lines.clear()
+        self.count += len(lines)
+        yield b"".join(lines)
 
 
 def _copy_line(row: JobRow) -> bytes:
@@ -301,11 +490,14 @@ def _copy_text(text: bytes) -> bytes:
     return text.replace(b"\\", b"\\\\").replace(b"\t", b"\\t").replace(b"\n", b"\\n").replace(b"\r", b"\\r")
 
 
-COMPLETE = "SELECT awa.complete_v1(%s::bigint, %s::bigint, %s::smallint, %s::integer, %s::smallint, %s::integer)"
+COMPLETE = """
+    SELECT awa.complete_v2(%s::bigint, %s::bigint, %s::smallint, %s::integer, %s::smallint, %s::integer, %s::json,
+                           %s::boolean)
+"""
 
 
 def complete(
-    conn: Connection[Any],
+    conn: Driver,
     schema: Schema,
     *,
     runtime: int,
@@ -314,29 +506,34 @@ def complete(
     nonce: int,
     idx: int,
     elapsed_ms: int,
+    result: bytes | None,
+    notify: bool,
     job_id: int,
     entry_id: int,
 ) -> None:
     """Complete one attempt in the transaction of *conn*, at any isolation level.
 
+    Args:
+        result: JSON text that is kept; None: nothing is.
+        notify: Whether to wake workers for what follows, when the transaction commits.
+
     Raises:
         StaleAttempt: The attempt ended before; the transaction cannot commit any more.
     """
     try:
-        with _cursor(conn) as cursor:
-            cursor.execute(schema.sql(COMPLETE), (runtime, claim_id, slot, nonce, idx, elapsed_ms))
-    except psycopg.Error as error:
-        stands = isinstance(error, psycopg.errors.UniqueViolation) and (error.diag.table_name or "").startswith(
-            "attempt_ends"
-        )
-        if stands or error.sqlstate == "AWA04":
+        kept = None if result is None else result.decode()
+        drivers.rows(conn, schema.sql(COMPLETE), (runtime, claim_id, slot, nonce, idx, elapsed_ms, kept, notify))
+    except Exception as error:
+        state = sqlstate(error)
+        table = error.diag.table_name or "" if state == _STANDS else ""  # type: ignore[attr-defined]
+        if table.startswith("attempt_ends") or state == "AWA04":
             raise StaleAttempt(
                 f"the attempt of job {job_id} has ended already: it was rescued or cancelled, or it is completed; "
                 "roll the transaction back",
                 job_id=job_id,
                 entry_id=entry_id,
             ) from error
-        if isinstance(error, psycopg.errors.InsufficientPrivilege):
+        if state == _DENIED:
             raise refusal(conn, schema, "worker", error) from error
         raise
 
@@ -382,7 +579,7 @@ class JobInfo:
     pid: int | None
     """Its process there."""
     waits_for: str | None
-    """``time``, or ``kind``: for a worker that knows it."""
+    """``time``; ``parent``: for other jobs; or ``kind``: for a worker that knows it."""
     error: dict[str, Any] | None
     """``type``, ``text``, ``traceback`` of the last attempt that failed or was cancelled; None for a completed job."""
     history: list[dict[str, Any]]

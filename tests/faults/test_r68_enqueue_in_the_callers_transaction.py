@@ -6,9 +6,12 @@ and nothing else of the connection changes.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import psycopg
@@ -18,8 +21,9 @@ from psycopg.pq import TransactionStatus
 import awa
 from tests.fixtures.db import wait_until
 from tests.fixtures.jobs import StartWorker, count
+from tests.fixtures.lenders import KINDS
 
-Insert = Callable[[awa.Client, Any, psycopg.Connection[Any]], object]
+Insert = Callable[[awa.Client, Any, Any], object]
 
 INSERTS: dict[str, Insert] = {
     "insert": lambda client, item, conn: client.insert(item, conn=conn),
@@ -68,6 +72,72 @@ def test_invisible_before_gone_after_a_rollback_prompt_after_a_commit(
         assert ran.acquire(timeout=5)
     assert seen == ["warm", "committed", "around it"]
     assert conn.execute("SELECT n FROM orders ORDER BY n").fetchall() == [(1,), (3,)]
+
+
+def test_so_it_is_on_each_kind_of_connection(
+    client: awa.Client, start_worker: StartWorker, database: str, conn: psycopg.Connection[Any]
+) -> None:
+    """Guard: every insert goes through the connection that was lent. All kinds are open at once while the worker
+    sleeps: nothing of theirs is seen or heard before they commit, one after the other, and what each commits runs."""
+    ran = threading.Semaphore(0)
+    seen: list[str] = []
+    conn.execute("CREATE TABLE orders (kind text, what text)")
+
+    @client.task()
+    def work(kind: str, what: str) -> None:
+        seen.append(f"{kind} {what}")
+        ran.release()
+
+    class Undone(Exception):
+        pass
+
+    async def asynchronously(end: str, wait: Callable[[], None]) -> None:
+        async with await psycopg.AsyncConnection.connect(database) as lent:
+            await lent.execute("INSERT INTO orders VALUES ('async', %s)", [end])
+            await client.insert_async(work.bind("async", end), conn=lent)
+            await client.insert_many_async([work.bind("async", end)], conn=lent)
+            await client.insert_many_copy_async([work.bind("async", end)], conn=lent)
+            wait()
+            await (lent.commit() if end == "committed" else lent.rollback())
+
+    start_worker(client, poll_interval=60)
+    client.insert(work.bind("warm", "up"))
+    assert ran.acquire(timeout=30)
+    # it sleeps once it has the lock of its bell
+    wait_until(lambda: count(conn, "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND granted"), timeout=30)
+    with ExitStack() as stack:
+        listening = stack.enter_context(psycopg.connect(database, autocommit=True))
+        listening.execute(f"LISTEN {client._schema.channel}")
+        lenders = {kind: stack.enter_context(opened(database)) for kind, opened in KINDS.items()}
+        for kind, lender in lenders.items():
+            lender.execute(f"INSERT INTO orders VALUES ('{kind}', 'rolled back')")
+            for insert in INSERTS.values():
+                insert(client, work.bind(kind, "rolled back"), lender.conn)
+            lender.rollback()
+            with suppress(Undone), lender.savepoint():
+                lender.execute(f"INSERT INTO orders VALUES ('{kind}', 'savepoint')")
+                for insert in INSERTS.values():
+                    insert(client, work.bind(kind, "savepoint"), lender.conn)
+                raise Undone
+            lender.execute(f"INSERT INTO orders VALUES ('{kind}', 'committed')")
+            for insert in INSERTS.values():
+                insert(client, work.bind(kind, "committed"), lender.conn)
+        asyncio.run(asynchronously("rolled back", lambda: None))
+
+        def is_quiet() -> None:
+            assert not ran.acquire(timeout=0.5)  # every transaction is open
+            assert count(conn, "SELECT count(*) FROM awa.jobs WHERE args ->> 'what' <> 'up'") == 0
+            assert [*listening.notifies(timeout=0)] == []
+
+        asyncio.run(asynchronously("committed", is_quiet))
+        kinds = ["async", *lenders]
+        for kind in kinds:
+            if kind != "async":
+                lenders[kind].commit()
+            for _ in INSERTS:
+                assert ran.acquire(timeout=30), kind
+    assert Counter(seen) == {"warm up": 1} | {f"{kind} committed": 3 for kind in kinds}
+    assert sorted(conn.execute("SELECT * FROM orders").fetchall()) == sorted((kind, "committed") for kind in kinds)
 
 
 def test_an_open_transaction_delays_only_its_own_jobs(

@@ -162,7 +162,8 @@ def test_jobs_belong_to_the_callers_transaction(conn: Conn, other: Conn, way: An
 
 @pytest.mark.parametrize("size", [1, 2, 500, 1000, 1001])
 def test_ids_come_in_the_order_of_the_rows(conn: Conn, size: int) -> None:
-    ids = jobs.insert_jobs(conn, AWA, [row({"n": n}, queue="ab"[n % 2]) for n in range(size)], notify=True)
+    rows = [row({"n": n}, queue="ab"[n % 2]) for n in range(size)]
+    ids = [one.id for one in jobs.insert_jobs(conn, AWA, rows, notify=True)]
     assert ids == sorted(ids)
     found = dict(conn.execute("SELECT id, (args->>'n')::integer FROM awa.jobs").fetchall())
     assert [found[id_] for id_ in ids] == list(range(size))
@@ -171,7 +172,7 @@ def test_ids_come_in_the_order_of_the_rows(conn: Conn, size: int) -> None:
 def test_ids_come_in_the_order_of_the_rows_when_some_are_scheduled(conn: Conn) -> None:
     """Guard: ids are drawn before the rows part ways."""
     rows = [row({"n": n}, delay=60.0 if n % 3 == 0 else None, tags=["t"] if n % 2 else None) for n in range(100)]
-    ids = jobs.insert_jobs(conn, AWA, rows, notify=True)
+    ids = [one.id for one in jobs.insert_jobs(conn, AWA, rows, notify=True)]
     found = [jobs.get_job(conn, AWA, id_) for id_ in ids]
     assert [job.args["n"] for job in found] == list(range(100))
     assert [job.state for job in found] == [
@@ -200,9 +201,9 @@ def test_no_rows_send_nothing(conn: Conn) -> None:
 def test_a_delay_counts_from_the_databases_now(conn: Conn, single: bool) -> None:
     before = scalar(conn, "SELECT clock_timestamp()")
     if single:
-        id_ = jobs.insert_job(conn, AWA, row(delay=90.0), notify=True)
+        id_, _ = jobs.insert_job(conn, AWA, row(delay=90.0), notify=True)
     else:
-        id_ = jobs.insert_jobs(conn, AWA, [row(delay=90.0), row()], notify=True)[0]
+        id_, _ = jobs.insert_jobs(conn, AWA, [row(delay=90.0), row()], notify=True)[0]
     after = scalar(conn, "SELECT clock_timestamp()")
     job = jobs.get_job(conn, AWA, id_)
     assert (job.state, job.waits_for) == (JobState.SCHEDULED, "time")
@@ -220,8 +221,8 @@ def test_a_run_at_in_the_future_waits_and_one_in_the_past_is_available_now(conn:
         row({"n": 3}, run_at=None),
         row({"n": 4}, delay=0),
     ]
-    ids = jobs.insert_jobs(conn, AWA, rows, notify=True)
-    ids += [jobs.insert_job(conn, AWA, each, notify=True) for each in rows]
+    ids = [one.id for one in jobs.insert_jobs(conn, AWA, rows, notify=True)]
+    ids += [jobs.insert_job(conn, AWA, each, notify=True).id for each in rows]
     found = [jobs.get_job(conn, AWA, id_) for id_ in ids]
     assert [job.state for job in found] == [JobState.SCHEDULED, *[JobState.AVAILABLE] * 3] * 2
     assert [job.run_at for job in found] == [future, None, None, None] * 2
@@ -233,14 +234,14 @@ def test_a_run_at_in_another_time_zone_is_the_same_instant(conn: Conn) -> None:
     instant = datetime(2099, 7, 1, 12, 30, 15, 123456, tzinfo=timezone(timedelta(hours=-7, minutes=-30)))
     conn.execute("SET timezone = 'Asia/Kathmandu'")
     conn.execute("SET datestyle = 'SQL, DMY'")
-    id_ = jobs.insert_job(conn, AWA, row(run_at=instant), notify=True)
+    id_, _ = jobs.insert_job(conn, AWA, row(run_at=instant), notify=True)
     conn.execute("RESET datestyle")
     assert jobs.get_job(conn, AWA, id_).run_at == instant
 
 
 def test_a_scheduled_job_keeps_all_it_was_given(conn: Conn) -> None:
     given = row({"n": 1}, kind="k", priority=3, max_attempts=4, timeout_ms=9, tags=["t"], metadata=[1], delay=60.0)
-    id_ = jobs.insert_job(conn, AWA, given, notify=True)
+    id_, _ = jobs.insert_job(conn, AWA, given, notify=True)
     conn.execute("UPDATE awa.waiting_jobs SET run_at = clock_timestamp()")
     assert promote(conn) == 1
     job = jobs.get_job(conn, AWA, id_)

@@ -4,7 +4,11 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, assert_type
 
 import psycopg
+import psycopg2  # type: ignore[import-untyped]
+import sqlalchemy
+from django.db import connection as django_connection  # type: ignore[import-untyped]
 from psycopg.rows import DictRow, dict_row
+from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 import awa
 
@@ -53,7 +57,28 @@ def in_a_transaction(conn: psycopg.Connection[DictRow]) -> None:
         client.insert_many_copy([resize.bind("a.png")], conn=cursor)
 
 
-async def with_what_cannot_be_lent(conn: psycopg.AsyncConnection) -> None:
+def in_sqlalchemys(session: Session, scoped: scoped_session[Session], conn: sqlalchemy.Connection) -> None:
+    client.insert(resize.bind("a.png"), conn=session)
+    client.insert_many([resize.bind("a.png")], conn=scoped)
+    client.insert_many_copy([resize.bind("a.png")], conn=conn)
+    client.insert(resize.bind("a.png"), conn=conn.engine)  # type: ignore[arg-type]
+    client.insert(resize.bind("a.png"), conn=sessionmaker(conn.engine))  # type: ignore[arg-type]
+
+
+def in_those_of_libraries_without_types(job: awa.Job[object]) -> None:
+    client.insert(resize.bind("a.png"), conn=django_connection)
+    with psycopg2.connect("") as conn:
+        client.insert(resize.bind("a.png"), conn=conn)
+        job.complete(conn)
+
+
+async def asynchronously(conn: psycopg.AsyncConnection[DictRow], blocking: psycopg.Connection) -> None:
+    assert_type(await client.insert_async(resize.bind("a.png"), conn=conn, priority=1), awa.Inserted)
+    assert_type(await client.insert_async({"path": "a.png"}, kind="resize"), awa.Inserted)
+    assert_type(await client.insert_many_async([resize.bind("a.png")], conn=conn.cursor()), list[awa.Inserted])
+    assert_type(await client.insert_many_copy_async([resize.bind("a.png")], conn=conn), int)
+    await client.insert_async(resize.bind("a.png"), prio=1)  # type: ignore[call-arg]
+    await client.insert_async(resize.bind("a.png"), conn=blocking)  # type: ignore[arg-type]
     client.insert(resize.bind("a.png"), conn=conn)  # type: ignore[arg-type]
     client.insert(resize.bind("a.png"), conn="postgresql://localhost/app")  # type: ignore[arg-type]
 
@@ -63,4 +88,4 @@ try:
 except awa.ValidationError as error:
     assert_type(error.path, str)
 except awa.JobNotFound as error:
-    assert_type(error.job_id, int)
+    assert_type(error.job_id, int | None)

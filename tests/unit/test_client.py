@@ -111,6 +111,28 @@ def test_a_client_knows_which_settings_code_gave() -> None:
     assert awa.Client("dbname=x", schema="s", notify=False).said == {"database", "schema", "notify"}
 
 
+def test_clients_can_have_the_same_tasks_and_hooks() -> None:
+    """Guard: the registry and the hooks are those of the other, not copies: what is declared later is known too."""
+    first = awa.Client("dbname=x")
+    second = awa.Client("dbname=y", tasks_of=first, queue="other")
+
+    @first.task()
+    def work() -> None: ...
+
+    @second.on_worker_stop
+    def stop() -> None: ...
+
+    assert second.registry.get("work") is work
+    assert first._on_stop == [stop]
+    with pytest.raises(awa.DuplicateKind, match="work"):
+        second.task(kind="work")(lambda_like)
+    with pytest.raises(awa.ConfigError, match=r"tasks_of must be an awa\.Client, got 'x'"):
+        awa.Client(tasks_of="x")  # type: ignore[arg-type]
+
+
+def lambda_like() -> None: ...
+
+
 @pytest.mark.parametrize(
     ("arguments", "path"),
     [

@@ -8,6 +8,7 @@ from typing import Any
 import psycopg
 import pytest
 from psycopg import ClientCursor, IsolationLevel
+from psycopg.adapt import AdaptersMap, Dumper, Loader
 from psycopg.pq import TransactionStatus
 from psycopg.rows import dict_row, namedtuple_row, scalar_row
 
@@ -107,6 +108,51 @@ def test_the_callers_row_and_cursor_factories_do_not_matter(
         lent.cursor_factory = Cursor
         n = sum(write(client, path, lent) + write(client, path, Cursor(lent)) for path in PATHS)
     assert written(conn) == n
+
+
+class ShoutingDumper(Dumper):
+    """What an application might have psycopg do with its own values, and never with ours."""
+
+    def dump(self, obj: Any) -> bytes:
+        return b"SHOUTED"
+
+
+class OddLoader(Loader):
+    def load(self, data: Any) -> Any:
+        return "odd"
+
+
+@pytest.mark.parametrize("threshold", [0, None])
+@pytest.mark.parametrize("everywhere", [False, True], ids=["of-the-connection", "global"])
+def test_the_callers_adapters_do_not_matter(
+    client: awa.Client, database: str, conn: Conn, threshold: int | None, everywhere: bool
+) -> None:
+    """Guard: ``OwnCursor.adapters``."""
+    copied = AdaptersMap(psycopg.adapters)
+    kept = psycopg.adapters.__dict__.copy()
+    lent = psycopg.connect(database, prepare_threshold=threshold)
+    try:
+        adapters = psycopg.adapters if everywhere else lent.adapters
+        for adapted in (str, int, float, list, bytes, bool, dict):
+            adapters.register_dumper(adapted, ShoutingDumper)
+        for name in ("int8", "int4", "bool", "text", "json"):
+            adapters.register_loader(name, OddLoader)
+        if everywhere:
+            lent.close()
+            lent = psycopg.connect(database, prepare_threshold=threshold)
+        n = 0
+        for path in PATHS:
+            n += write(client, path, lent)
+            n += write(client, path, lent.cursor(binary=True))
+        job = client.insert({"a": [1, "b"]}, kind="k", tags=["t"], conn=lent)
+        lent.commit()
+    finally:
+        psycopg.adapters.__dict__.update(AdaptersMap(copied).__dict__)
+        lent.close()
+    assert kept.keys() == psycopg.adapters.__dict__.keys()
+    assert written(conn) == n + 1
+    assert type(job.id) is int
+    assert (job.get().args, job.get().tags) == ({"a": [1, "b"]}, ["t"])
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -36,7 +36,7 @@ class Producing(Machine):
             JobRow(self.queues[q], kind, b"{}", priority, limit, delay=LATER if later else None)
             for q, kind, priority, limit, later in rows
         ]
-        ids = jobs.insert_jobs(producer.conn, AWA, written, notify=True)
+        ids = [one.id for one in jobs.insert_jobs(producer.conn, AWA, written, notify=True)]
         self.rolled_back -= set(ids)  # a crash may give out again the numbers of what never committed
         for id_, row in zip(ids, written, strict=True):
             state = "waiting" if row.delay else "available"
