@@ -79,8 +79,9 @@ def look_at_parents(
         places: Where some of them were found before, which spares a search.
 
     Returns:
-        Per job: its id; ``waiting``, ``open``, ``completed``, ``failed``, ``cancelled``, ``gone``, or None when that
-        takes another look; and where it is, when it is open. A job that is left out takes another look, too.
+        Per job: its id; ``waiting``, ``open``, ``completed``, ``failed``, ``cancelled``, ``gone``, or, when that takes
+        another look, ``passed`` or None; and where it is, when it is open or passed. What is left out takes another
+        look, too.
 
     Source: migrations/0019_dependencies.sql.
     """
@@ -89,7 +90,9 @@ def look_at_parents(
     params: dict[str, Any] = dict(zip(names, map(list, zip(*known, strict=True)), strict=True))
     with Cursor(conn, row_factory=tuple_row) as cursor:
         read_committed(cursor, schema.sql(LOOK), params | {"ids": list(parents)})
-        return [(row[0], row[1], Place(*row[2:]) if row[1] == "open" else None) for row in cursor.fetchall()]
+        return [
+            (row[0], row[1], Place(*row[2:]) if row[1] in ("open", "passed") else None) for row in cursor.fetchall()
+        ]
 
 
 @dataclass(frozen=True, slots=True)

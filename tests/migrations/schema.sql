@@ -1628,9 +1628,17 @@ BEGIN
              WHERE u.known
              UNION ALL
             SELECT true, e.id, e.slot, e.queue, e.lane, e.xid, e.entry_id, e.available_at, NULL, NULL
-              FROM awa.newest_entries(v_searched, 8) e
+              FROM awa.newest_entries(v_searched, 2) e
         ), frontier AS MATERIALIZED (
             SELECT q.queue, awa.frontier_of(q.queue) AS frontier FROM (SELECT DISTINCT queue FROM place) q
+        ), passed AS MATERIALIZED (    -- whose claims are to be looked for, half a millisecond each; most are available
+            SELECT p.id, row_number() OVER () <= 50 AS is_looked_for FROM place p
+             WHERE p.claim_id IS NULL AND p.entry_id IS NOT NULL
+               AND CASE WHEN p.lane = 0 THEN true
+                        ELSE awa.has_passed((SELECT f.frontier FROM frontier f WHERE f.queue = p.queue),
+                                            p.lane, p.xid, p.entry_id) END
+               AND NOT EXISTS (SELECT FROM awa.attempt_ends t
+                                WHERE t.slot = p.slot AND t.entry_id = p.entry_id OFFSET 0)
         )
         SELECT p.id,
                CASE WHEN p.entry_id IS NULL THEN 'gone'
@@ -1643,6 +1651,7 @@ BEGIN
                     WHEN EXISTS (SELECT FROM awa.completions x
                                   WHERE x.slot = p.slot AND x.claim_id = c.claim_id AND c.idx = ANY (x.idx) OFFSET 0)
                     THEN 'completed'
+                    WHEN (p.id IN (SELECT s.id FROM passed s WHERE NOT s.is_looked_for)) IS TRUE THEN 'passed'
                     ELSE 'open' END,
                p.slot, p.queue, p.lane, p.xid, p.entry_id, p.available_at, c.claim_id, c.idx
           FROM place p
@@ -1653,10 +1662,7 @@ BEGIN
                UNION ALL
                SELECT t.claim_id, t.idx
                  FROM awa.claim_of(p.slot, p.queue, p.lane, p.xid, p.entry_id, p.available_at) t
-                WHERE p.claim_id IS NULL AND e.outcome IS NULL
-                  AND CASE WHEN p.lane = 0 THEN true    -- else it is available, most of the time
-                           ELSE awa.has_passed((SELECT f.frontier FROM frontier f WHERE f.queue = p.queue),
-                                               p.lane, p.xid, p.entry_id) END) c ON true;
+                WHERE p.claim_id IS NULL AND (p.id IN (SELECT s.id FROM passed s WHERE s.is_looked_for)) IS TRUE) c ON true;
     RETURN QUERY
         SELECT u.id, u.state, NULL::smallint, NULL::text, NULL::smallint, NULL::xid8, NULL::bigint, NULL::timestamptz,
                NULL::bigint, NULL::smallint
@@ -2765,8 +2771,7 @@ BEGIN
                               AND NOT EXISTS (SELECT FROM awa.ended_jobs e WHERE e.id = p));
         EXIT WHEN cardinality(v_unknown) = 0;
         BEGIN
-            v_unknown := ARRAY(SELECT p FROM unnest(v_unknown) p
-                                WHERE NOT EXISTS (SELECT FROM awa.find_job_v2(p)) ORDER BY p);
+            v_unknown := ARRAY(SELECT n.id FROM awa.newest_entries(v_unknown, NULL) n WHERE n.entry_id IS NULL ORDER BY 1);
             RAISE EXCEPTION 'seen' USING ERRCODE = 'AWA09';      -- no lock on the ring is left
         EXCEPTION WHEN SQLSTATE 'AWA09' THEN
             NULL;
