@@ -13,7 +13,27 @@
 -- A parent that is nowhere to be found has ended, nobody knows how. So a segment is emptied, and a failed or cancelled
 -- job deleted, only when no row waits that has not been looked at since everything there had ended.
 
-CREATE INDEX waiting_jobs_parent ON awa.waiting_jobs (id) WHERE waits_for = 'parent';
+-- By seq: in the order of their ids they might be looked for in the primary key, among all that waits.
+CREATE INDEX waiting_jobs_parent ON awa.waiting_jobs (seq) WHERE waits_for = 'parent';
+
+-- The next jobs that wait for others, after the one whose seq is p_after: up to p_limit, and no more once they have
+-- p_parents parents.
+CREATE FUNCTION awa.dependents_v1(p_after bigint, p_limit integer, p_parents integer)
+RETURNS TABLE (seq bigint, id bigint, parents bigint[])
+LANGUAGE sql STABLE
+SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off
+SET jit = off
+AS $$
+    SELECT t.seq, t.id, t.parents
+      FROM (SELECT w.seq, w.id, w.parents,
+                   sum(cardinality(w.parents)) OVER (ORDER BY w.seq) - cardinality(w.parents) AS before
+              FROM (SELECT w.seq, w.id, coalesce(w.parents, '{}') AS parents
+                      FROM awa.waiting_jobs w
+                     WHERE w.waits_for = 'parent' AND w.seq > p_after
+                     ORDER BY w.seq LIMIT p_limit) w) t
+     WHERE t.before < p_parents
+     ORDER BY t.seq
+$$;
 
 -- The newest entry of each of these jobs in the ring; a row of NULLs, but for the id, when there is none. A search by id
 -- reads summaries of all segments and a few pages, or many where they are not summarised yet; so near ids are searched

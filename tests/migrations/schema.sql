@@ -747,6 +747,25 @@ BEGIN
     RETURN NEW;
 END $$;
 
+CREATE FUNCTION awa.dependents_v1(p_after bigint, p_limit integer, p_parents integer) RETURNS TABLE(seq bigint, id bigint, parents bigint[])
+    LANGUAGE sql STABLE
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET jit TO 'off'
+    AS $$
+    SELECT t.seq, t.id, t.parents
+      FROM (SELECT w.seq, w.id, w.parents,
+                   sum(cardinality(w.parents)) OVER (ORDER BY w.seq) - cardinality(w.parents) AS before
+              FROM (SELECT w.seq, w.id, coalesce(w.parents, '{}') AS parents
+                      FROM awa.waiting_jobs w
+                     WHERE w.waits_for = 'parent' AND w.seq > p_after
+                     ORDER BY w.seq LIMIT p_limit) w) t
+     WHERE t.before < p_parents
+     ORDER BY t.seq
+$$;
+
 CREATE FUNCTION awa.end_attempts(p_runtime bigint, p_flush bigint, p_claims bigint[], p_slots smallint[], p_nonces integer[], p_idx smallint[], p_outcomes text[], p_delays double precision[], p_elapsed integer[], p_errors text[]) RETURNS integer[]
     LANGUAGE plpgsql
     AS $$
@@ -3178,7 +3197,7 @@ CREATE INDEX waiting_jobs_due ON awa.waiting_jobs USING btree (run_at) WHERE (wa
 
 CREATE INDEX waiting_jobs_kind ON awa.waiting_jobs USING btree (queue, wait_key, priority, seq) WHERE (waits_for = 'kind'::text);
 
-CREATE INDEX waiting_jobs_parent ON awa.waiting_jobs USING btree (id) WHERE (waits_for = 'parent'::text);
+CREATE INDEX waiting_jobs_parent ON awa.waiting_jobs USING btree (seq) WHERE (waits_for = 'parent'::text);
 
 CREATE INDEX waiting_jobs_state ON awa.waiting_jobs USING btree (queue, state, id);
 

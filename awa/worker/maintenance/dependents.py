@@ -1,6 +1,6 @@
 """Chore: let jobs go that wait for other jobs, when those have ended.
 
-A pass walks over the jobs that wait, in windows by id. Of each window's parents it asks what has become of them, in one
+A pass walks over the jobs that wait, in windows. Of each window's parents it asks what has become of them, in one
 statement, then lets go who waited for nothing else. Where a parent was found is kept for the next pass: to search for a
 job by its id costs much more than to look at its entry again.
 """
@@ -67,7 +67,7 @@ class Dependents:
         self._schema = schema
         self._places: dict[int, Place] = {}
         self._reached = 0
-        """The last job that this pass has looked at; 0 at its beginning."""
+        """The ``seq`` of the last job that this pass has looked at; 0 at its beginning."""
         self._has_moved = False
         """Something has happened in this pass."""
         self._pause = LONGEST_PAUSE
@@ -89,8 +89,8 @@ class Dependents:
             self._has_moved |= looked.has_moved or looked.is_unclear
             if not looked.has_moved:
                 idle += (monotonic() - window_began) * (SEARCHING if looked.is_unclear else 1.0)
-            self._reached = window[-1][0] if window else 0
-            if len(window) < WINDOW and sum(len(parents) for _, parents in window) < PARENTS:
+            self._reached = window[-1].seq if window else 0
+            if len(window) < WINDOW and sum(len(job.parents) for job in window) < PARENTS:
                 self._reached = 0
             if not self._reached:
                 self._pause = SHORTEST_PAUSE if self._has_moved else min(2 * self._pause, LONGEST_PAUSE)
@@ -113,7 +113,7 @@ class Dependents:
             yield
             examined += self._look(conn, window, float("inf")).waiting
             yield
-            reached = window[-1][0]
+            reached = window[-1].seq
         return examined
 
     def _list(self, conn: Connection, after: int) -> list[Dependent]:
@@ -121,7 +121,7 @@ class Dependents:
 
     def _look(self, conn: Connection, window: list[Dependent], until: float) -> Looked:
         """See what has become of the parents of *window*, and let go who can."""
-        parents = sorted({parent for _, parents in window for parent in parents})
+        parents = sorted({parent for job in window for parent in job.parents})
         states: dict[int, str] = {}
         unclear = set(parents)
         for parent, state, place in dependents.look_at_parents(conn, self._schema, parents, self._places):
@@ -135,10 +135,10 @@ class Dependents:
                     states[parent] = state
         if len(self._places) > KEPT:
             self._places.clear()
-        waiting = dict(window)
+        waiting = {job.id: job.parents for job in window}
         has_moved = False
         skipped: set[int] = set()
-        ready = [job for job, parents in window if not parents or not states.keys().isdisjoint(parents)]
+        ready = [job.id for job in window if not job.parents or not states.keys().isdisjoint(job.parents)]
         while ready:
             done = dependents.resolve(conn, self._schema, ready, states)
             has_moved |= len(done.skipped) < len(ready)
