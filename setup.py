@@ -8,4 +8,5 @@ setup(
     ext_modules=cythonize([Extension("awa._core", ["awa/_core.pyx"])], build_dir="build"),
     packages=[*find_packages(include=["awa", "awa.*"]), "awa._migrations"],
     package_dir={"awa._migrations": "migrations"},
+    py_modules=["pytest_awa"],
 )

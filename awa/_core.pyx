@@ -439,6 +439,8 @@ cdef class Handler:
         function: What to call: with a job when *is_typed*, else with the args by name.
         load: Turns the stored text of the args into the value that the handler gets.
         is_typed: Whether *function* takes a job.
+        dump_result: Turns what *function* returns into the JSON text that is kept; None: nothing is kept. Called by
+            whoever concludes the attempt.
         options: Whatever else whoever notes the outcome needs to know; not looked at here.
     """
 
@@ -446,13 +448,17 @@ cdef class Handler:
     cdef readonly object function
     cdef readonly object load
     cdef readonly bint is_typed
+    cdef readonly object dump_result
     cdef readonly object options
 
-    def __cinit__(self, str kind not None, function not None, load not None, *, bint is_typed, options=None):
+    def __cinit__(
+        self, str kind not None, function not None, load not None, *, bint is_typed, dump_result=None, options=None
+    ):
         self.kind = kind
         self.function = function
         self.load = load
         self.is_typed = is_typed
+        self.dump_result = dump_result
         self.options = options
 
 
@@ -846,7 +852,7 @@ cdef class Outcomes:
         Args:
             outcome: retried, snoozed, cancelled, failed, released or completed.
             delay: Seconds until the next attempt, for retried and snoozed.
-            error: JSON text with type, text and traceback.
+            error: JSON text with type, text and traceback; of completed, the result as JSON text.
         """
         attempt.is_over = True
         if attempt.started == 0.0:  # it never ran
@@ -955,8 +961,8 @@ cdef class Crew:
         size: How many threads will call :meth:`work`.
         outcomes: Where successes are noted.
         job: ``job(attempt, args)`` makes what a typed handler gets.
-        conclude: ``conclude(attempt, result, error, elapsed_ms)`` notes everything but a plain success. When it
-            raises, the job is retried after a minute.
+        conclude: ``conclude(attempt, result, error, elapsed_ms)`` notes everything but a plain success, which is one
+            whose result nobody keeps. When it raises, the job is retried after a minute.
         late: ``late(attempt, result, error, elapsed_ms)`` is told how the handler of an abandoned attempt ended.
         lead: ``lead()`` claims, and calls :meth:`refill` or :meth:`rest`.
         chosen: The class of results that are outcomes by themselves.
@@ -1069,6 +1075,15 @@ cdef class Crew:
                 self.is_leading = True
                 self.lead()
 
+    def run_here(self, Attempt attempt not None):
+        """Run one attempt now, in the calling thread, which may be in a handler already: of another crew, in a test."""
+        before = getattr(_current, "crew", None), getattr(_current, "attempt", None)
+        _current.crew = self
+        try:
+            self.run(attempt, 0)
+        finally:
+            _current.crew, _current.attempt = before
+
     cdef _after_an_end(self):
         """An outcome was noted: see that it is recorded."""
         cdef double since
@@ -1147,7 +1162,7 @@ cdef class Crew:
         attempt.batch.unfinished -= 1
         self.running[index] = None
         self._note_time(seconds)
-        if error is None and not attempt.was_completed and not attempt.is_cancelled \
+        if error is None and not attempt.was_completed and not attempt.is_cancelled and handler.dump_result is None \
                 and (result is None or not issubclass(type(result), self.chosen)):
             self.outcomes.succeeded(attempt, _milliseconds(seconds), attempt.started + seconds)
         else:

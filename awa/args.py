@@ -44,8 +44,9 @@ import orjson
 
 from awa._core import canonical_json, dump_json, path_step
 from awa.errors import ConfigError, ValidationError
+from awa.job import Outcome
 
-__all__ = ["Codec", "FunctionCodec", "codec_for"]
+__all__ = ["Codec", "FunctionCodec", "codec_for", "result_dumper"]
 
 _MISSING = object()
 
@@ -111,8 +112,8 @@ class _Misfit(Exception):
         self.steps.append(step)
         return self
 
-    def as_error(self) -> ValidationError:
-        path = "args" + "".join(reversed(self.steps))
+    def as_error(self, root: str = "args") -> ValidationError:
+        path = root + "".join(reversed(self.steps))
         return ValidationError(f"{path} {self.reason}", path=path, value=self.value)
 
 
@@ -780,13 +781,13 @@ def _make_codec(tp: Any) -> Codec:
     return _ConverterCodec(converter)
 
 
-def _dump(encode: Callable[[Any], Any], value: Any, max_bytes: int) -> bytes:
+def _dump(encode: Callable[[Any], Any], value: Any, max_bytes: int, path: str = "args") -> bytes:
     try:
-        return dump_json(encode(value), "args", max_bytes)
+        return dump_json(encode(value), path, max_bytes)
     except _Misfit as misfit:
-        raise misfit.as_error() from misfit.__cause__
+        raise misfit.as_error(path) from misfit.__cause__
     except RecursionError:
-        raise _Misfit("is nested too deeply, or contains itself: flatten it", value).as_error() from None
+        raise _Misfit("is nested too deeply, or contains itself: flatten it", value).as_error(path) from None
 
 
 def _load(decode: Callable[[Any], Any], data: bytes | str) -> Any:
@@ -926,3 +927,36 @@ def parameter_hints(func: Callable[..., Any], signature: inspect.Signature) -> d
     }
     scope = getattr(inspect.unwrap(func), "__globals__", {})
     return _hints(types.SimpleNamespace(__annotations__=annotations), func, globalns=scope)
+
+
+# --- results: what a handler returns ---------------------------------------------------------------------------------
+
+
+def result_dumper(func: Callable[..., Any]) -> Callable[[Any, int], bytes]:
+    """What turns a value that *func* returned into JSON text of at most so many bytes.
+
+    By its return annotation, as fields of args are converted; outcomes in it, as in ``int | awa.Snooze``, do not count.
+    Without one, and with one that stands for nothing that can be stored, the value must be JSON as it is. It raises
+    ValidationError, whose ``.path`` begins with ``result``, for any other.
+    """
+    encode = _result_converter(func).encode
+    return lambda value, max_bytes: _dump(encode, value, max_bytes, "result")
+
+
+def _result_converter(func: Callable[..., Any]) -> _Converter:
+    try:
+        annotation = signature_of(func).return_annotation
+        if annotation is inspect.Signature.empty:
+            return _ANY
+        scope = getattr(inspect.unwrap(func), "__globals__", {})
+        hints = _hints(types.SimpleNamespace(__annotations__={"return": annotation}), func, globalns=scope)
+        return _converter(_without_outcomes(hints["return"]), {})
+    except ConfigError:
+        return _ANY
+
+
+def _without_outcomes(tp: Any) -> Any:
+    if typing.get_origin(tp) not in (typing.Union, types.UnionType):
+        return tp
+    members = tuple(one for one in typing.get_args(tp) if not (isinstance(one, type) and issubclass(one, Outcome)))
+    return typing.Union[members] if members else tp  # noqa: UP007  # of members that are only known now

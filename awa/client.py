@@ -11,9 +11,9 @@ from psycopg import Connection
 
 from awa import options
 from awa.config import Settings, find_database, load_settings
-from awa.errors import ConfigError
-from awa.insert import Defaults, Inserted, NewJob, Options, Producer, override
-from awa.job import JobId
+from awa.errors import ConfigError, JobFailed, ResultNotKept
+from awa.insert import Defaults, Inserted, NewJob, Options, Parents, Producer, override
+from awa.job import JobId, JobState, as_seconds
 from awa.lent import AsyncLent, Lent
 from awa.registry import Registry, Task, TaskOptions, check_hook
 from awa.retry import RetryPolicy
@@ -23,6 +23,7 @@ from awa.storage.control import Controlled
 from awa.storage.jobs import JobInfo
 from awa.storage.pool import Pool
 from awa.storage.pooler import declare_as
+from awa.storage.results import Results
 from awa.storage.schema import Schema
 from awa.unique import Unique, check_key
 from awa.version import VERSION
@@ -35,7 +36,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 H = TypeVar("H", bound=Callable[[], object])
 
-_NO_OPTIONS = (None,) * 10
+_NO_OPTIONS = (None,) * 9
+_UNBOUND = (None,) * 6
 
 
 class Client:
@@ -52,6 +54,7 @@ class Client:
             ``auto``, which looks.
         max_args_bytes: Most bytes of a job's args, and of its metadata; None: AWA_MAX_ARGS_BYTES, or 256 KiB.
         pool_size: Most connections that inserts and handlers share, 1 to 1000.
+        tasks_of: Another client: whatever is declared for either of the two is declared for both.
 
     Raises:
         ConfigError: A setting cannot work.
@@ -69,11 +72,14 @@ class Client:
         pooler: str | None = None,
         max_args_bytes: int | None = None,
         pool_size: int = 10,
+        tasks_of: Client | None = None,
     ) -> None:
         if database is not None and not isinstance(database, str):
             raise ConfigError(
                 f"database must be a libpq connection string or URL, or None to look for it, got {database!r}"
             )
+        if tasks_of is not None and not isinstance(tasks_of, Client):
+            raise ConfigError(f"tasks_of must be an awa.Client, got {tasks_of!r}")
         self._database = database
         self._arguments = {"schema": schema, "notify": notify, "pooler": pooler, "max_args_bytes": max_args_bytes}
         settings = self._settings()
@@ -87,9 +93,11 @@ class Client:
             max_args_bytes=settings.max_args_bytes,
         )
         self._pool = Pool(self._conninfo, size=options.declared(options.check_pool_size, pool_size))
-        self._on_start: list[Callable[[], object]] = []
-        self._on_stop: list[Callable[[], object]] = []
-        self.registry = Registry()
+        self._listening = Pool(self._conninfo, size=1, kept=0)
+        self._results = Results(self._schema, self._own, self._listening.own)
+        self._on_start: list[Callable[[], object]] = [] if tasks_of is None else tasks_of._on_start
+        self._on_stop: list[Callable[[], object]] = [] if tasks_of is None else tasks_of._on_stop
+        self.registry: Registry = Registry() if tasks_of is None else tasks_of.registry
         """The tasks that were declared."""
         self._producer = Producer(self.registry, self._defaults, self._schema, self._notify, self._own)
 
@@ -116,6 +124,7 @@ class Client:
         retry_on: type[BaseException] | Sequence[type[BaseException]] | None = None,
         fail_on: type[BaseException] | Sequence[type[BaseException]] | None = None,
         unique: Unique | None = None,
+        keep_result: bool = False,
     ) -> Callable[[Callable[P, R]], Task[P, R]]:
         """Declare the function below as the handler of a kind of jobs. It stays callable as itself.
 
@@ -131,6 +140,8 @@ class Client:
             retry_on: When given, only these exceptions are retried.
             fail_on: These exceptions fail the job at once.
             unique: What makes its jobs equal, of which there is one at most; an insert may say otherwise.
+            keep_result: Keep what the handler returns, for :meth:`result`; a value that is no JSON, or longer than
+                ``max_args_bytes``, fails the job.
 
         Raises:
             ConfigError: The function cannot be a handler, or an option cannot work.
@@ -147,6 +158,7 @@ class Client:
             retry_on=retry_on,
             fail_on=fail_on,
             unique=unique,
+            keep_result=keep_result,
         )
 
         def declare(func: Callable[P, R]) -> Task[P, R]:
@@ -190,14 +202,19 @@ class Client:
         tags: Iterable[str] | None = None,
         metadata: dict[str, Any] | None = None,
         unique: Unique | Literal[False] | None = None,
+        after: Parents | None = None,
+        after_failed: str | None = None,
+        on_completed: Any = None,
+        on_failed: Any = None,
+        on_cancelled: Any = None,
         conn: Lent | None = None,
     ) -> Inserted:
         """Write one job.
 
         Args:
             args: An instance of a task's args type, ``task.bind(...)``, a NewJob, or a mapping together with *kind*.
-            kind, queue, priority, max_attempts, timeout, run_at, delay, tags, metadata, unique: See
-                :class:`awa.NewJob`.
+            kind, queue, priority, max_attempts, timeout, run_at, delay, tags, metadata, unique, after, after_failed,
+                on_completed, on_failed, on_cancelled: See :class:`awa.NewJob`.
             conn: Whose transaction the job joins: a connection or cursor of psycopg or psycopg2, a Session or
                 Connection of SQLAlchemy, or Django's connection. It is never committed or rolled back here. None
                 writes and commits at once.
@@ -206,9 +223,12 @@ class Client:
             ValidationError: Args or an option cannot be stored; nothing was sent.
             ConfigError: Nothing says which kind it is, or *conn* cannot be lent.
             UniqueConflict: An equal job exists, and *unique* says to raise; the transaction of *conn* stays usable.
+            JobNotFound: There is no such job as *after* names, or its history is gone; nothing was inserted.
         """
         item = args
-        if (kind, queue, priority, max_attempts, timeout, run_at, delay, tags, metadata, unique) != _NO_OPTIONS:
+        alone = kind, queue, priority, max_attempts, timeout, run_at, delay, tags, metadata
+        bound = unique, after, after_failed, on_completed, on_failed, on_cancelled
+        if alone != _NO_OPTIONS or bound != _UNBOUND:
             given = {
                 "kind": kind,
                 "queue": queue,
@@ -220,6 +240,11 @@ class Client:
                 "tags": tags,
                 "metadata": metadata,
                 "unique": unique,
+                "after": after,
+                "after_failed": after_failed,
+                "on_completed": on_completed,
+                "on_failed": on_failed,
+                "on_cancelled": on_cancelled,
             }
             item = override(args if isinstance(args, NewJob) else NewJob(args), given)
         return Inserted(*self._producer.insert(item, conn), self)
@@ -235,6 +260,7 @@ class Client:
             ValidationError: An item cannot be stored, and ``.path`` says which; or *items* are not several.
             ConfigError: Nothing says which kind one is.
             UniqueConflict: An equal job exists, and an item says to raise; the transaction of *conn* stays usable.
+            JobNotFound: An item runs after a job that does not exist; nothing was inserted.
         """
         return [Inserted(*written, self) for written in self._producer.insert_many(items, conn)]
 
@@ -304,6 +330,36 @@ class Client:
         job_id = options.check_job_id(job_id)
         with self._own() as conn:
             return jobs.get_job(conn, self._schema, JobId(job_id))
+
+    def result(self, job_id: int, timeout: float | timedelta | None = None) -> Any:
+        """What the job's handler returned, as JSON gives it, once the job has ended.
+
+        Its task says ``keep_result=True``. Any number of threads wait over one connection of their own. The transaction
+        of the insert must have committed.
+
+        Args:
+            timeout: Most seconds to wait; None: as long as it takes.
+
+        Raises:
+            JobFailed: The job failed or was cancelled.
+            ResultNotKept: It completed, and its task keeps no results.
+            TimeoutError: It has not ended within *timeout* seconds.
+            JobNotFound: There is no such job, or its history is gone.
+            ValidationError: *job_id* can be no job's id, or *timeout* no time.
+        """
+        job_id = options.check_job_id(job_id)
+        ended = self._results.wait(job_id, None if timeout is None else as_seconds(timeout, "timeout"))
+        if ended.state != JobState.COMPLETED:
+            error = ended.error if isinstance(ended.error, dict) else None
+            why = "" if error is None else f": {error.get('type')}: {error.get('text')}"
+            raise JobFailed(f"job {job_id} is {ended.state}{why}", job_id=job_id, state=ended.state, error=error)
+        if not ended.is_kept:
+            raise ResultNotKept(
+                f"job {job_id} completed and nothing of it was kept: declare its task with keep_result=True for the "
+                "workers that run it",
+                job_id=job_id,
+            )
+        return ended.result
 
     @property
     def admin(self) -> Admin:
@@ -411,8 +467,10 @@ class Client:
             settings=self._settings(arguments, flags),
             find_conninfo=self._conninfo,
             version=VERSION,
+            lend=self.connection,
             on_start=tuple(self._on_start),
             on_stop=tuple(self._on_stop),
+            wrap=self._wrap,
         )
 
     @contextmanager
@@ -424,12 +482,17 @@ class Client:
     def close(self) -> None:
         """Close the pooled connections. The client opens them again when it is used again."""
         self._pool.close()
+        self._listening.close()
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _settings(self, arguments: dict[str, Any] | None = None, flags: dict[str, object] | None = None) -> Settings:
         given = self._arguments if arguments is None else arguments
         return load_settings({k: v for k, v in given.items() if v is not None}, flags=flags)
+
+    def _wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What a worker calls for *function*, a handler or a hook; a client of a framework has more to do here."""
+        return function
 
     def _conninfo(self) -> str:
         found = find_database(self._database)

@@ -1,7 +1,7 @@
 """Settings: their defaults, where each value came from, and what is refused.
 
-Every setting can be given as an argument, as a command's flag, or as the environment variable ``AWA_<SETTING>``; the
-first of these that is given wins, then the default. Durations are seconds.
+Every setting can be given as an argument, as a command's flag, in an application's own configuration, or as the
+environment variable ``AWA_<SETTING>``; the first of these that is given wins, then the default. Durations are seconds.
 
 The database is looked for in the same spirit, see :func:`find_database`.
 """
@@ -85,8 +85,8 @@ class Settings:
     log_level: str = "info"
     """``debug``, ``info``, ``warning`` or ``error``."""
     sources: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)
-    """Where each value came from: ``argument``, a flag such as ``--threads``, a variable such as ``AWA_THREADS``, or
-    ``default``."""
+    """Where each value came from: ``argument``, a flag such as ``--threads``, ``app.config['AWA_THREADS']``, a variable
+    such as ``AWA_THREADS``, or ``default``."""
 
 
 class _Refused(Exception):
@@ -243,15 +243,17 @@ def load_settings(
     arguments: Mapping[str, object] | None = None,
     *,
     flags: Mapping[str, object] | None = None,
+    config: Mapping[str, object] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Settings:
-    """Settle every setting: argument, flag, environment, default.
+    """Settle every setting: argument, flag, the application's configuration, environment, default.
 
     Args:
         arguments: What code says, by the names of :class:`Settings`; ``None`` as a value means not given. Queues are
             a list of ``NAME`` or ``NAME:MAX_WORKERS`` (the last colon before digits counts), or one text of them
             with commas; durations are seconds or ``timedelta``.
         flags: What the command line says, likewise.
+        config: What the application's own configuration says, likewise.
         environ: The environment, ``os.environ`` when not given. ``AWA_<SETTING>`` set to nothing counts as not set.
 
     Returns:
@@ -264,6 +266,7 @@ def load_settings(
     environ = os.environ if environ is None else environ
     given: list[tuple[str, object, str]] = []  # weakest first
     given += [(name, environ[key], key) for name in _PARSERS if environ.get(key := f"AWA_{name.upper()}", "").strip()]
+    given += [(name, value, config_key(name)) for name, value in (config or {}).items()]
     given += [(name, value, "--" + name.replace("_", "-")) for name, value in (flags or {}).items()]
     given += [(name, value, "argument") for name, value in (arguments or {}).items()]
 
@@ -288,6 +291,11 @@ def load_settings(
     return settings
 
 
+def config_key(name: str) -> str:
+    """Where an application's configuration says the setting *name*, as errors show it."""
+    return f"app.config['AWA_{name.upper()}']"
+
+
 def check_schema(name: str, *, source: str = "argument") -> str:
     """Give back *name* when it can be the schema of an installation.
 
@@ -296,6 +304,18 @@ def check_schema(name: str, *, source: str = "argument") -> str:
             or space.
     """
     return str(_parse("schema", name, source))
+
+
+def is_on(value: object, source: str) -> bool:
+    """Whether *value* says on, from *source*: a bool, or text such as ``on`` or ``0``.
+
+    Raises:
+        ConfigError: It says neither on nor off.
+    """
+    try:
+        return _switch(value)
+    except _Refused as refused:
+        raise ConfigError(f"{source} is {mask(repr(value))}: give {refused}") from None
 
 
 # --- the database
@@ -317,10 +337,15 @@ class Found:
 _PG_VARIABLES = ("PGSERVICE", "PGHOST", "PGHOSTADDR", "PGPORT", "PGUSER", "PGDATABASE")
 
 
-def find_database(argument: str | None = None, environ: Mapping[str, str] | None = None) -> Found | None:
+def find_database(
+    argument: str | None = None, environ: Mapping[str, str] | None = None, *, source: str = "argument"
+) -> Found | None:
     """Look for the database: *argument*, ``AWA_DATABASE_URL``, ``DATABASE_URL``, then libpq's ``PG*`` variables.
 
     A URL that names a driver for another library, ``postgresql+psycopg2://``, is read without it.
+
+    Args:
+        source: What errors call the *argument*.
 
     Returns:
         What was found first, or ``None``: then the embedded server is next, if :func:`embedded_allowed`.
@@ -329,10 +354,10 @@ def find_database(argument: str | None = None, environ: Mapping[str, str] | None
         ConfigError: The one found is no PostgreSQL connection string.
     """
     environ = os.environ if environ is None else environ
-    candidates = [("argument", argument), *((key, environ.get(key)) for key in ("AWA_DATABASE_URL", "DATABASE_URL"))]
-    for source, conninfo in candidates:
+    candidates = [(source, argument), *((key, environ.get(key)) for key in ("AWA_DATABASE_URL", "DATABASE_URL"))]
+    for name, conninfo in candidates:
         if conninfo is not None and conninfo.strip():
-            return Found(_check_conninfo(conninfo.strip(), source), source)
+            return Found(_check_conninfo(conninfo.strip(), name), name)
     variables = [key for key in _PG_VARIABLES if environ.get(key)]
     return Found("", ", ".join(variables)) if variables else None
 
@@ -355,7 +380,8 @@ def _check_conninfo(conninfo: str, source: str) -> str:
     if fields is None:
         scheme = re.match(r"\w+(?=[+\w]*:)", conninfo)
         what = f" (it begins with {scheme[0]}:)" if scheme and not scheme[0].startswith("postgres") else ""
-        advice = ", or set AWA_DATABASE_URL, which comes first" if source == "DATABASE_URL" else ""
+        is_for_others = source == "DATABASE_URL" or "SQLALCHEMY" in source
+        advice = ", or set AWA_DATABASE_URL, which comes first" if is_for_others else ""
         raise ConfigError(
             f"the database from {source} is no PostgreSQL connection string{what}:"
             f" give one like postgresql://user@host/name{advice}"
@@ -407,9 +433,6 @@ def embedded_allowed(environ: Mapping[str, str] | None = None) -> bool:
     environ = os.environ if environ is None else environ
     decided = environ.get("AWA_EMBEDDED", "").strip()
     if decided:
-        try:
-            return _switch(decided)
-        except _Refused as refused:
-            raise ConfigError(f"AWA_EMBEDDED is {decided!r}: give {refused}") from None
+        return is_on(decided, "AWA_EMBEDDED")
     is_ci = environ.get("CI", "").strip().lower() not in ("", "0", "false", "no", "off")
     return not is_ci and not environ.get("KUBERNETES_SERVICE_HOST")

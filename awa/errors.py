@@ -7,6 +7,7 @@
       JobNotFound (LookupError)      no job has that id
       JobBusy                        another transaction held the job: nothing was changed, try again
       UniqueConflict                 an equal job exists
+      JobFailed, ResultNotKept       a job that was waited for has no result to give
       StaleAttempt                   the attempt was taken over
       RuntimeGone                    this worker was taken for dead and rescued
       SchemaNotMigrated, SchemaTooNew, StorageNotTrusted
@@ -22,6 +23,7 @@ Facts are attributes; the message is a sentence with the values and the next ste
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class AwaError(Exception):
@@ -92,6 +94,30 @@ class UniqueConflict(AwaError):
         super().__init__(message)
         self.existing_id = existing_id
         self.key = key
+
+
+class JobFailed(AwaError):
+    """A job that somebody waits for ended without a result.
+
+    Attributes:
+        job_id: The job.
+        state: ``failed`` or ``cancelled``.
+        error: ``type``, ``text`` and ``traceback`` of its last attempt; None when nothing is known.
+    """
+
+    def __init__(self, message: str, *, job_id: int, state: str, error: dict[str, Any] | None) -> None:
+        super().__init__(message)
+        self.job_id = job_id
+        self.state = state
+        self.error = error
+
+
+class ResultNotKept(AwaError):
+    """The job completed, and nothing of it was kept: its task does not say ``keep_result=True``."""
+
+    def __init__(self, message: str, *, job_id: int) -> None:
+        super().__init__(message)
+        self.job_id = job_id
 
 
 class StaleAttempt(AwaError):

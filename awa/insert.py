@@ -10,6 +10,7 @@ from datetime import datetime, timedelta
 from itertools import chain, islice
 from typing import Any, Literal, Protocol, TypedDict
 
+import orjson
 from psycopg import AsyncConnection, Connection
 
 from awa import options
@@ -32,6 +33,18 @@ FIRST_LOOK = 500
 
 NOT_BY_COPY = {"run_at": "run_at", "delay": "delay", "unique": "unique", "follow_ups": "follow-ups", "parents": "after"}
 """Fields of a row, and the option that fills each."""
+
+
+class HasId(Protocol):
+    """A job, as an insert returned it, or as it was looked up."""
+
+    @property
+    def id(self) -> JobId:
+        """Its id."""
+
+
+Parents = int | HasId | Iterable[int | HasId]
+"""What ``after=`` takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +73,19 @@ class NewJob:
     """JSON that travels with the job and is not given to the handler as args."""
     unique: Unique | Literal[False] | None = field(default=None, kw_only=True)
     """What makes it equal to others, of which there is one at most; False: nothing, whatever its task says."""
+    after: Parents | None = field(default=None, kw_only=True)
+    """Runs when these jobs, 1 to 100, have completed: what an insert returned, or ids. With *run_at* or *delay*, not
+    before that either."""
+    after_failed: str | None = field(default=None, kw_only=True)
+    """When one of them has not completed but failed, was cancelled, or is gone: ``cancel`` (the default) this job too,
+    ``run`` it all the same, or ``discard`` it, of which no trace is left."""
+    on_completed: Any = field(default=None, kw_only=True)
+    """A job to enqueue when this one has completed, in the transaction that records it: args, a NewJob, or a list of
+    these. A delay counts from then. What is unique, or runs after others, cannot follow."""
+    on_failed: Any = field(default=None, kw_only=True)
+    """Likewise, when it has failed for good."""
+    on_cancelled: Any = field(default=None, kw_only=True)
+    """Likewise, when it is cancelled."""
 
 
 class Options(TypedDict, total=False):
@@ -75,6 +101,11 @@ class Options(TypedDict, total=False):
     tags: Iterable[str] | None
     metadata: dict[str, Any] | None
     unique: Unique | Literal[False] | None
+    after: Parents | None
+    after_failed: str | None
+    on_completed: Any
+    on_failed: Any
+    on_cancelled: Any
 
 
 class Reader(Protocol):
@@ -82,6 +113,9 @@ class Reader(Protocol):
 
     def get(self, job_id: int) -> JobInfo:
         """The job as the database knows it."""
+
+    def result(self, job_id: int, timeout: float | timedelta | None = None) -> Any:
+        """What its handler returned, once it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +137,11 @@ class Inserted:
         assert self._reader is not None
         return self._reader.get(self.id)
 
+    def result(self, timeout: float | timedelta | None = None) -> Any:
+        """What the job's handler returned, once it has ended; see :meth:`awa.Client.result`."""
+        assert self._reader is not None
+        return self._reader.result(self.id, timeout)
+
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
@@ -118,11 +157,12 @@ class Defaults:
     """Most bytes of a job's args, and of its metadata."""
 
 
-def prepare(item: object, registry: Registry, defaults: Defaults) -> JobRow:
+def prepare(item: object, registry: Registry, defaults: Defaults, depth: int = 0) -> JobRow:
     """Validate a job and settle its options: the call, the task, the client, the default.
 
     Args:
         item: A NewJob, or args with no options.
+        depth: How many jobs it follows, one after the other.
 
     Raises:
         ValidationError: Its args or an option cannot be stored; nothing was sent to the database.
@@ -152,6 +192,14 @@ def prepare(item: object, registry: Registry, defaults: Defaults) -> JobRow:
     run_at = None if new.run_at is None else options.check_run_at(new.run_at)
     if run_at is not None and delay is not None:
         raise ValidationError("run_at and delay exclude each other: give one", path="delay", value=new.delay)
+    parents = None if new.after is None else options.check_after(new.after)
+    after_failed = None if new.after_failed is None else options.check_after_failed(new.after_failed)
+    if after_failed is not None and parents is None:
+        raise ValidationError(
+            f"after_failed={after_failed!r} says what happens when a job of after= fails: give after, too",
+            path="after_failed",
+            value=after_failed,
+        )
     row = JobRow(
         (said.queue or defaults.queue) if new.queue is None else options.check_queue(new.queue),
         kind,
@@ -165,6 +213,9 @@ def prepare(item: object, registry: Registry, defaults: Defaults) -> JobRow:
         None if new.metadata is None else _metadata(new.metadata, defaults.max_args_bytes),
         run_at,
         delay or None,
+        parents=parents,
+        on_parent_failure=after_failed,
+        follow_ups=_follow_ups(new, registry, defaults, depth),
     )
     if new.unique is None:
         return row if said.unique is None else _with_key(row, said.unique)
@@ -174,6 +225,77 @@ def prepare(item: object, registry: Registry, defaults: Defaults) -> JobRow:
     assert unique is not None
     unique.check_names((codec_for(type(new.args)) if task is None else task.codec).names, kind)
     return _with_key(row, unique)
+
+
+MOST_FOLLOWING = 20
+"""How many jobs may follow one another."""
+
+
+def _follow_ups(new: NewJob, registry: Registry, defaults: Defaults, depth: int) -> bytes | None:
+    """JSON text of what is to follow *new*; see migrations/0018_outcomes.sql."""
+    if new.on_completed is None and new.on_failed is None and new.on_cancelled is None:
+        return None
+    if depth == MOST_FOLLOWING:
+        raise ValidationError(
+            f"more than {MOST_FOLLOWING} jobs follow one another: let a handler insert what comes later",
+            path="follow_ups",
+            value=new,
+            limit=MOST_FOLLOWING,
+        )
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name in ("on_completed", "on_failed", "on_cancelled"):
+        given = getattr(new, name)
+        items = () if given is None else given if isinstance(given, (list, tuple)) else (given,)
+        rows = [
+            _follow_up(f"{name}[{position}]", item, registry, defaults, depth + 1)
+            for position, item in enumerate(items)
+        ]
+        if rows:
+            found[name.removeprefix("on_")] = rows
+    text = orjson.dumps(found)
+    limit = defaults.max_args_bytes
+    if len(text) > limit:
+        raise ValidationError(
+            f"the follow-ups take {len(text):,} bytes as JSON, the limit is {limit:,}: store the data elsewhere and "
+            "send a reference, or raise max_args_bytes",
+            path="follow_ups",
+            value=len(text),
+            limit=limit,
+        )
+    return text if found else None
+
+
+def _follow_up(path: str, item: object, registry: Registry, defaults: Defaults, depth: int) -> dict[str, Any]:
+    try:
+        row = prepare(item, registry, defaults, depth)
+    except ValidationError as error:
+        raise ValidationError(
+            f"{path}: {error}", path=f"{path}.{error.path}", value=error.value, limit=error.limit
+        ) from error
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    for name, value in (("unique", row.unique), ("after", row.parents)):
+        if value is not None:
+            raise ValidationError(
+                f"{path} has {name}, but a follow-up must not wait for other jobs, since a worker inserts it as it "
+                f"records the outcome: leave {name} out, or have a handler insert the job",
+                path=f"{path}.{name}",
+                value=value,
+            )
+    stored: dict[str, Any] = {
+        "kind": row.kind,
+        "queue": row.queue,
+        "args": orjson.Fragment(row.args),
+        "priority": row.priority,
+        "max_attempts": row.max_attempts,
+        "timeout_ms": row.timeout_ms,
+        "tags": row.tags,
+        "metadata": None if row.metadata is None else orjson.Fragment(row.metadata),
+        "run_at": None if row.run_at is None else row.run_at.isoformat(),
+        "delay": row.delay,
+        "follow_ups": None if row.follow_ups is None else orjson.Fragment(row.follow_ups),
+    }
+    return {name: value for name, value in stored.items() if value is not None}
 
 
 _NOTHING = TaskOptions()

@@ -11,6 +11,10 @@ from awa import _core
 from awa.errors import ValidationError
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from psycopg import Connection, IsolationLevel
+
     from awa.lent import Lent
 
 JobId = NewType("JobId", int)
@@ -171,8 +175,13 @@ class OpenAttempt(Protocol):
 class Controls(Protocol):
     """What a job can do to its attempt; the worker is one."""
 
-    def complete(self, attempt: Any, conn: Lent) -> None:
+    def complete(self, attempt: Any, conn: Lent, result: object = None) -> None:
         """See :meth:`Job.complete`."""
+
+    def transaction(
+        self, attempt: Any, isolation_level: IsolationLevel | str | None
+    ) -> AbstractContextManager[Connection[Any]]:
+        """See :meth:`Job.transaction`."""
 
 
 class Job(Generic[A]):
@@ -243,17 +252,42 @@ class Job(Generic[A]):
         """Whether the attempt need not go on: somebody asked to cancel it, it was taken over, or its time is up."""
         return self._attempt.is_cancelled
 
-    def complete(self, conn: Lent) -> None:
+    def complete(self, conn: Lent, *, result: object = None) -> None:
         """Complete this attempt inside the transaction of *conn*, so that both commit or neither does.
 
         *conn* is what ``conn=`` of an insert takes: a driver's connection, a SQLAlchemy Session, Django's connection.
         The transaction must have begun in this handler. What the handler returns or raises after the commit is only
-        logged; when the transaction is rolled back, it counts.
+        logged; when the transaction is rolled back, it counts. In a :meth:`transaction` it is completed at the end.
+
+        Args:
+            result: What is kept for who asks for it, of a task that says ``keep_result=True``.
 
         Raises:
             StaleAttempt: The attempt was taken over. The transaction cannot commit any more.
+            ValidationError: *result* cannot be kept; nothing was sent.
+            ConfigError: There is a *result*, and jobs of this kind keep none.
         """
-        self._controls.complete(self._attempt, conn)
+        self._controls.complete(self._attempt, conn, result)
+
+    def transaction(
+        self, isolation_level: IsolationLevel | str | None = None
+    ) -> AbstractContextManager[Connection[Any]]:
+        """A transaction that completes this attempt at its end: what the block writes happens exactly once.
+
+        Gives a pooled connection of the client. When the block ends, the attempt is completed there and all of it is
+        committed; an exception rolls everything back and counts as the handler's own, unless it is caught. What the
+        handler returns after the commit is only logged. ``raise awa.Snooze(60)`` in the block, not ``return``, to put
+        the job off. After a rollback, but not after a commit, the handler may begin another.
+
+        Args:
+            isolation_level: ``read committed`` (the default), ``repeatable read``, ``serializable``, or psycopg's own.
+
+        Raises:
+            StaleAttempt: The attempt was taken over or its handler has ended; nothing of the block is committed.
+            ConfigError: There is no such level; or another thread runs the handler, or one is open already.
+            psycopg.Error: Serialization failures and deadlocks come as what they are, at the latest with the commit.
+        """
+        return self._controls.transaction(self._attempt, isolation_level)
 
     def __repr__(self) -> str:
         return f"<Job {self.id} {self.kind!r} attempt {self.attempt}/{self.max_attempts}>"

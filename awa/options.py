@@ -5,14 +5,17 @@ Each ``check_…`` returns the value as it is stored or raises ValidationError w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime, timedelta
+from itertools import islice
 from typing import Any, TypeVar
 
 from awa.errors import ConfigError, ValidationError
 from awa.job import LONGEST_WAIT, as_seconds
 
 __all__ = [
+    "check_after",
+    "check_after_failed",
     "check_delay",
     "check_flag",
     "check_job_id",
@@ -35,6 +38,8 @@ T = TypeVar("T")
 MAX_NAME = 200
 MAX_TAGS = 20
 MAX_REASON = 1_000
+MAX_PARENTS = 100
+AFTER_FAILED = ("cancel", "run", "discard")
 FIRST_PRIORITY, LAST_PRIORITY = 1, 4
 MAX_ATTEMPTS = 1000
 MAX_POOL = 1000
@@ -118,6 +123,36 @@ def milliseconds(timeout: float) -> int:
 def check_job_id(value: object, path: str = "job_id") -> int:
     """The id of a job: 1 to 2^63 - 1, or no job can have it."""
     return _check_int(value, path, 1, 2**63 - 1, "as an insert gave it")
+
+
+def check_after(value: object, path: str = "after") -> tuple[int, ...]:
+    """The ids of 1 to 100 jobs, each once: of one, or of several; each as its id, or as what has it as ``.id``."""
+    if isinstance(value, (str, bytes, Mapping)):
+        raise _refused(
+            f"{path} must be a job or a list of jobs, got {type(value).__name__}: give what insert returned, or ids",
+            path,
+            value,
+            MAX_PARENTS,
+        )
+    if not isinstance(value, Iterable):
+        return (check_job_id(getattr(value, "id", value), path),)
+    found = [
+        check_job_id(getattr(job, "id", job), f"{path}[{position}]")
+        for position, job in enumerate(islice(value, MAX_PARENTS + 1))
+    ]
+    if not 1 <= len(found) <= MAX_PARENTS:
+        many = f"more than {MAX_PARENTS} jobs: put a job between that runs after some of them" if found else "no jobs"
+        raise _refused(
+            f"{path} has {many}; give 1 to {MAX_PARENTS}, or leave it out", path, len(found), (1, MAX_PARENTS)
+        )
+    return tuple(dict.fromkeys(found))
+
+
+def check_after_failed(value: object, path: str = "after_failed") -> str:
+    """What becomes of a job when one that it runs after does not complete: ``cancel``, ``run`` or ``discard``."""
+    if not isinstance(value, str) or value not in AFTER_FAILED:
+        raise _refused(f"{path} must be 'cancel', 'run' or 'discard', got {_shown(value)}", path, value, AFTER_FAILED)
+    return value
 
 
 def check_flag(value: object, path: str) -> bool:

@@ -12,9 +12,17 @@ from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 from awa import job as jobs
 from awa._core import derive_kind
-from awa.args import Codec, FunctionCodec, codec_for, parameter_hints, signature_of
+from awa.args import Codec, FunctionCodec, codec_for, parameter_hints, result_dumper, signature_of
 from awa.errors import ConfigError, DuplicateKind, UnknownKind
-from awa.options import check_kind, check_max_attempts, check_priority, check_queue, check_timeout, declared
+from awa.options import (
+    check_flag,
+    check_kind,
+    check_max_attempts,
+    check_priority,
+    check_queue,
+    check_timeout,
+    declared,
+)
 from awa.retry import ExceptionTypes, RetryPolicy, check_exception_types, check_policy
 from awa.unique import Unique, check_unique
 
@@ -43,6 +51,8 @@ class TaskOptions:
     """These fail the job at once."""
     unique: Unique | None = None
     """What makes its jobs equal."""
+    keep_result: bool = False
+    """Whether what the handler returns is kept for who asks for it."""
 
     @classmethod
     def declare(
@@ -56,6 +66,7 @@ class TaskOptions:
         retry_on: type[BaseException] | Sequence[type[BaseException]] | None = None,
         fail_on: type[BaseException] | Sequence[type[BaseException]] | None = None,
         unique: Unique | None = None,
+        keep_result: bool = False,
     ) -> Self:
         """The options as they are used: a ``timedelta`` as seconds, exceptions as a tuple.
 
@@ -71,6 +82,7 @@ class TaskOptions:
             retry_on=None if retry_on is None else check_exception_types(retry_on, "retry_on"),
             fail_on=None if fail_on is None else check_exception_types(fail_on, "fail_on"),
             unique=check_unique(unique),
+            keep_result=declared(lambda value: check_flag(value, "keep_result"), keep_result),
         )
 
 
@@ -146,6 +158,7 @@ class Task(Generic[P, R]):
         self.options = options or TaskOptions()
         if self.options.unique is not None:
             self.options.unique.check_names(self.codec.names, self.kind)
+        self.dump_result = result_dumper(func) if self.options.keep_result else None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function here and now; no job is made."""

@@ -1,8 +1,8 @@
 """A counter that is right although its handlers fail at the worst moments.
 
-Each job adds one. A handler adds and completes its job in one transaction, so the addition and the completion are
-committed together. Some handlers fail before that commit: nothing was added, and the job runs again. Some fail right
-after it: the addition counts, and the job does not run again.
+Each job adds one, in a transaction that completes it too, so the addition and the completion are committed together.
+Some handlers fail before that commit: nothing was added, and the job runs again. Some fail right after it: the addition
+counts, and the job does not run again.
 
     python examples/exactly_once_counter.py
 """
@@ -23,14 +23,12 @@ client = awa.Client(queue="example-counter")
 def add_one(number: int) -> None:
     """Add one to the counter, exactly once."""
     job = awa.current_job()
-    with client.connection() as conn:
-        with conn.transaction():
-            conn.execute("UPDATE example_counter SET total = total + 1")
-            job.complete(conn)
-            if number % 3 == 0 and job.attempt == 1:
-                raise ConnectionError("before the commit")
-        if number % 5 == 0:
-            raise ConnectionError("after the commit")
+    with job.transaction() as conn:
+        conn.execute("UPDATE example_counter SET total = total + 1")
+        if number % 3 == 0 and job.attempt == 1:
+            raise ConnectionError("before the commit")
+    if number % 5 == 0:
+        raise ConnectionError("after the commit")
 
 
 def main() -> None:

@@ -18,17 +18,18 @@
 --   * Whoever removes rows (the end of a job, the sweep) skips those that are locked.
 
 CREATE TABLE awa.job_uniques (
-    key    bytea    NOT NULL PRIMARY KEY CHECK (octet_length(key) = 16),
-    id     bigint   NOT NULL,          -- the job that holds it, or did
+    key      bytea    NOT NULL PRIMARY KEY CHECK (octet_length(key) = 16),
+    id       bigint   NOT NULL,        -- the job that holds it, or did
     -- in which states it does; a bit for each: scheduled 1, available 2, running 4, retryable 8, waiting_external 16,
     -- completed 32, failed 64, cancelled 128
-    states smallint NOT NULL DEFAULT 63 CHECK (states BETWEEN 1 AND 255),
-    -- where the job's first entry lies, so that it is found without a search; NULL: it was not appended at once
-    slot   smallint,
-    lane   smallint,
-    xid    xid8,
-    queue  text COLLATE "C"
-) WITH (autovacuum_vacuum_scale_factor = 0.01, autovacuum_vacuum_cost_delay = 0);
+    states   smallint NOT NULL DEFAULT 63 CHECK (states BETWEEN 1 AND 255),
+    -- where the job was first appended or last promoted to, so that it is found without a search; NULL: not yet
+    slot     smallint,
+    lane     smallint,
+    xid      xid8,
+    entry_id bigint,
+    queue    text COLLATE "C"
+) WITH (fillfactor = 85, autovacuum_vacuum_scale_factor = 0.01, autovacuum_vacuum_cost_delay = 0);
 
 -- The column unique_key of jobs, waiting_jobs and ended_jobs is the key; where its states are not the usual ones (63), a
 -- 17th byte has them, so that they go wherever the job goes.
@@ -66,9 +67,9 @@ DECLARE
 BEGIN
     IF u.slot IS NOT NULL THEN
         SELECT j.available_at INTO v_at FROM awa.jobs j
-         WHERE j.slot = u.slot AND j.queue = u.queue AND j.lane = u.lane AND j.xid = u.xid AND j.entry_id = u.id;
+         WHERE j.slot = u.slot AND j.queue = u.queue AND j.lane = u.lane AND j.xid = u.xid AND j.entry_id = u.entry_id;
         IF FOUND THEN
-            SELECT e.outcome INTO v_state FROM awa.attempt_ends e WHERE e.slot = u.slot AND e.entry_id = u.id;
+            SELECT e.outcome INTO v_state FROM awa.attempt_ends e WHERE e.slot = u.slot AND e.entry_id = u.entry_id;
             IF v_state IN ('completed', 'failed', 'cancelled') THEN
                 RETURN v_state;
             ELSIF v_state IS NULL THEN
@@ -79,7 +80,7 @@ BEGIN
                                           WHERE x.slot = u.slot AND x.claim_id = c.claim_id AND c.idx = ANY (x.idx)
                                          OFFSET 0)
                             THEN 'completed' ELSE 'running' END
-                  INTO v_state FROM awa.claim_of(u.slot, u.queue, u.lane, u.xid, u.id, v_at) c;
+                  INTO v_state FROM awa.claim_of(u.slot, u.queue, u.lane, u.xid, u.entry_id, v_at) c;
                 RETURN coalesce(v_state, 'available');
             END IF;
         END IF;
@@ -136,7 +137,7 @@ DECLARE
     r record;
 BEGIN
     FOR r IN SELECT k.n::integer AS n, u.id, u.is_held
-               FROM unnest(p_rows) WITH ORDINALITY AS k(key, id, states, slot, lane, xid, queue, n)
+               FROM unnest(p_rows) WITH ORDINALITY AS k(key, id, states, slot, lane, xid, entry_id, queue, n)
               CROSS JOIN LATERAL (SELECT u.id, awa.is_held(u) AS is_held FROM awa.job_uniques u
                                    WHERE u.key = k.key LIMIT 1) u
     LOOP
@@ -152,7 +153,8 @@ BEGIN
         IF v_left[v_n] IS NOT NULL THEN
             UPDATE awa.job_uniques u
                SET id = (p_rows[v_n]).id, states = (p_rows[v_n]).states, slot = (p_rows[v_n]).slot,
-                   lane = (p_rows[v_n]).lane, xid = (p_rows[v_n]).xid, queue = (p_rows[v_n]).queue
+                   lane = (p_rows[v_n]).lane, xid = (p_rows[v_n]).xid, entry_id = (p_rows[v_n]).entry_id,
+                   queue = (p_rows[v_n]).queue
              WHERE u.key = (p_rows[v_n]).key AND u.id = v_left[v_n];
             IF NOT FOUND THEN
                 RETURN NULL;
@@ -166,16 +168,16 @@ BEGIN
             v_end := v_end + 1;
         END LOOP;
         FOR r IN WITH taken AS (
-                     INSERT INTO awa.job_uniques (key, id, states, slot, lane, xid, queue)
-                     SELECT k.key, k.id, k.states, k.slot, k.lane, k.xid, k.queue
+                     INSERT INTO awa.job_uniques (key, id, states, slot, lane, xid, entry_id, queue)
+                     SELECT k.key, k.id, k.states, k.slot, k.lane, k.xid, k.entry_id, k.queue
                        FROM (SELECT * FROM unnest(p_rows[v_n:v_end], v_holders[v_n:v_end]) WITH ORDINALITY
-                                        AS k(key, id, states, slot, lane, xid, queue, holder, n)
+                                        AS k(key, id, states, slot, lane, xid, entry_id, queue, holder, n)
                               WHERE k.holder IS NULL ORDER BY k.n) k
                          ON CONFLICT (key) DO NOTHING
                      RETURNING id
                  )
                  SELECT k.n::integer + v_n - 1 AS n, t.id FROM unnest(p_rows[v_n:v_end]) WITH ORDINALITY
-                        AS k(key, id, states, slot, lane, xid, queue, n) JOIN taken t USING (id)
+                        AS k(key, id, states, slot, lane, xid, entry_id, queue, n) JOIN taken t USING (id)
         LOOP
             v_holders[r.n] := r.id;
         END LOOP;
@@ -208,7 +210,7 @@ BEGIN
                 holders := awa.take_keys(p_rows);
                 is_taken := (SELECT bool_and(k.holder = k.id OR NOT k.is_refused)
                                FROM unnest(p_rows, holders, p_refuse)
-                                    AS k(key, id, states, slot, lane, xid, queue, holder, is_refused));
+                                    AS k(key, id, states, slot, lane, xid, entry_id, queue, holder, is_refused));
                 IF holders IS NULL OR NOT is_taken THEN
                     RAISE EXCEPTION 'given back' USING ERRCODE = 'AWA09';
                 END IF;
@@ -343,6 +345,7 @@ BEGIN
     SELECT array_agg(ROW(k.key, v_ids[k.n], awa.states_of(p_keys[k.n]), k.slot,
                          CASE WHEN k.slot IS NOT NULL THEN 2 * p_priorities[k.n] + 1 END,
                          CASE WHEN k.slot IS NOT NULL THEN pg_current_xact_id() END,
+                         CASE WHEN k.slot IS NOT NULL THEN v_ids[k.n] END,
                          CASE WHEN k.slot IS NOT NULL THEN p_queues[k.n] END)::awa.job_uniques ORDER BY k.key)
       INTO v_rows
       FROM (SELECT DISTINCT ON (1) substr(i.key, 1, 16) AS key, i.n,
@@ -356,7 +359,7 @@ BEGIN
                   WHERE i.key IS NOT NULL GROUP BY substr(i.key, 1, 16) ORDER BY substr(i.key, 1, 16)));
         SELECT array_agg(coalesce(h.holder, i.id) ORDER BY i.n) INTO v_holders
           FROM unnest(v_ids, p_keys) WITH ORDINALITY AS i(id, key, n)
-          LEFT JOIN unnest(v_rows, t.holders) AS h(key, id, states, slot, lane, xid, queue, holder)
+          LEFT JOIN unnest(v_rows, t.holders) AS h(key, id, states, slot, lane, xid, entry_id, queue, holder)
                  ON h.key = substr(i.key, 1, 16);
     END IF;
     RETURN QUERY SELECT i.n::integer, CASE WHEN i.holder <> ALL (v_ids) THEN i.holder END, false, 'conflict'
@@ -523,16 +526,17 @@ BEGIN
             v_key := CASE v_states WHEN 63 THEN v_key ELSE v_key || set_byte('\x00', 0, v_states) END;
         END IF;
         -- it is free, most of the time
-        INSERT INTO awa.job_uniques (key, id, states, slot, lane, xid, queue)
+        INSERT INTO awa.job_uniques (key, id, states, slot, lane, xid, entry_id, queue)
         VALUES (p_unique_key, v_id, v_states, v_slot, CASE WHEN v_slot IS NOT NULL THEN 2 * p_priority + 1 END,
                 CASE WHEN v_slot IS NOT NULL THEN pg_current_xact_id() END,
-                CASE WHEN v_slot IS NOT NULL THEN p_queue END)
+                CASE WHEN v_slot IS NOT NULL THEN v_id END, CASE WHEN v_slot IS NOT NULL THEN p_queue END)
             ON CONFLICT (key) DO NOTHING;
         IF NOT FOUND THEN
             SELECT holders[1] INTO id
               FROM awa.take_all_keys(ARRAY[ROW(p_unique_key, v_id, v_states, v_slot,
                                                CASE WHEN v_slot IS NOT NULL THEN 2 * p_priority + 1 END,
                                                CASE WHEN v_slot IS NOT NULL THEN pg_current_xact_id() END,
+                                               CASE WHEN v_slot IS NOT NULL THEN v_id END,
                                                CASE WHEN v_slot IS NOT NULL THEN p_queue END)::awa.job_uniques],
                                      ARRAY[false]);
         END IF;
@@ -589,6 +593,113 @@ BEGIN
         EXIT WHEN NOT FOUND OR r.is_held IS NOT NULL;
     END LOOP;
     RETURN CASE WHEN r.is_held THEN r.id END;
+END $$;
+
+-- As in 0006_promote.sql; and keys learn where their jobs have gone, unless somebody else holds their rows.
+CREATE OR REPLACE FUNCTION awa.promote_v1(p_floor timestamptz, p_limit integer) RETURNS integer
+LANGUAGE plpgsql VOLATILE
+SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off
+AS $$
+DECLARE
+    v_now timestamptz := clock_timestamp();    -- a value, which bounds the scan; a call would only filter it
+    v_count integer;
+    v_queues text[];
+    v_places awa.job_uniques[];
+BEGIN
+    WITH due AS MATERIALIZED (
+        SELECT w.id FROM awa.waiting_jobs w
+         WHERE w.waits_for = 'time' AND w.run_at >= p_floor AND w.run_at <= v_now
+         ORDER BY w.run_at LIMIT p_limit
+           FOR UPDATE SKIP LOCKED
+    ), taken AS (
+        -- by array: as a join it may be planned as a walk over the whole table
+        DELETE FROM awa.waiting_jobs w WHERE w.id = ANY (ARRAY(SELECT due.id FROM due)) RETURNING w.*
+    ), appended AS (
+        INSERT INTO awa.jobs (id, created_at, lane, priority, attempt, max_attempts, timeout_ms, queue, kind, args,
+                              metadata, tags, concurrency_key, ordering_key, unique_key, expires_at, follow_ups, history)
+        SELECT t.id, t.created_at, 2 * t.priority + 1, t.priority, t.attempt, t.max_attempts, t.timeout_ms, t.queue,
+               t.kind, t.args, t.metadata, t.tags, t.concurrency_key, t.ordering_key, t.unique_key, t.expires_at,
+               t.follow_ups, t.history
+          FROM (SELECT * FROM taken ORDER BY run_at, id) t
+        RETURNING unique_key, id, slot, lane, xid, entry_id, queue
+    )
+    SELECT count(*), array_agg(DISTINCT a.queue),
+           array_agg(ROW(substr(a.unique_key, 1, 16), a.id, 63, a.slot, a.lane, a.xid, a.entry_id,
+                         a.queue)::awa.job_uniques)
+           FILTER (WHERE octet_length(a.unique_key) BETWEEN 16 AND 17)
+      INTO v_count, v_queues, v_places FROM appended a;
+    IF v_places IS NOT NULL THEN
+        UPDATE awa.job_uniques u
+           SET slot = p.slot, lane = p.lane, xid = p.xid, entry_id = p.entry_id, queue = p.queue
+          FROM unnest(v_places) p
+         WHERE u.key = p.key AND u.id = p.id
+           AND u.key = ANY (ARRAY(SELECT t.key FROM awa.job_uniques t
+                                   WHERE t.key = ANY (ARRAY(SELECT k.key FROM unnest(v_places) k))
+                                   ORDER BY t.key FOR UPDATE SKIP LOCKED));
+    END IF;
+    IF v_count > 0 THEN
+        PERFORM awa.ring(v_queues);
+    END IF;
+    RETURN v_count;
+END $$;
+
+-- Remove the rows of keys that nobody holds any more, of up to p_limit keys that come after p_after, and of fewer once
+-- p_seconds are over. Returns the last key that was looked at (NULL: there are no more) and how many rows were removed.
+-- Rows that somebody else has locked are left for another time. At READ COMMITTED, in a transaction of its own.
+CREATE FUNCTION awa.sweep_keys_v1(p_after bytea, p_limit integer, p_seconds double precision,
+                                  OUT reached bytea, OUT removed integer)
+LANGUAGE plpgsql VOLATILE
+SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off
+SET jit = off
+AS $$
+DECLARE
+    v_until timestamptz := clock_timestamp() + p_seconds * interval '1 s';
+    v_keys bytea[];
+    v_ids bigint[];
+    v_gone bytea[] := '{}';
+    v_last bytea;
+BEGIN
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        RAISE EXCEPTION 'awa.sweep_keys needs READ COMMITTED: an older snapshot would not see where a job has gone'
+              USING ERRCODE = 'AWA02';
+    END IF;
+    removed := 0;
+    -- most are held by what waits, or by what lies where it was appended; the others are looked at one by one
+    WITH seen AS MATERIALIZED (
+        SELECT u.* FROM awa.job_uniques u WHERE u.key > p_after ORDER BY u.key LIMIT p_limit
+    ), doubtful AS (
+        SELECT s.key, s.id FROM seen s
+         WHERE NOT EXISTS (SELECT FROM awa.waiting_jobs w
+                            WHERE w.id = s.id AND s.states & awa.state_bit(w.state) > 0 OFFSET 0)
+           AND (s.states & 38 < 38
+                OR NOT EXISTS (SELECT FROM awa.jobs j
+                                WHERE j.slot = s.slot AND j.queue = s.queue AND j.lane = s.lane AND j.xid = s.xid
+                                  AND j.entry_id = s.entry_id
+                                  AND NOT EXISTS (SELECT FROM awa.attempt_ends e
+                                                   WHERE e.slot = j.slot AND e.entry_id = j.entry_id
+                                                     AND e.outcome <> 'completed' OFFSET 0)
+                               OFFSET 0))
+         ORDER BY s.key
+    )
+    SELECT (SELECT s.key FROM seen s ORDER BY s.key DESC LIMIT 1), array_agg(d.key), array_agg(d.id)
+      INTO reached, v_keys, v_ids FROM doubtful d;
+    FOR v_n IN 1..coalesce(cardinality(v_keys), 0) LOOP
+        IF v_last IS NOT NULL AND clock_timestamp() > v_until THEN
+            reached := v_last;
+            EXIT;
+        END IF;
+        IF (SELECT awa.is_held(u) FROM awa.job_uniques u WHERE u.key = v_keys[v_n] AND u.id = v_ids[v_n]) IS FALSE THEN
+            v_gone := v_gone || v_keys[v_n];
+        END IF;
+        v_last := v_keys[v_n];
+    END LOOP;
+    IF cardinality(v_gone) > 0 THEN
+        DELETE FROM awa.job_uniques u
+         WHERE u.key = ANY (ARRAY(SELECT t.key FROM awa.job_uniques t
+                                   WHERE t.key = ANY (v_gone) AND t.id = ANY (v_ids)    -- nobody has taken it over
+                                   ORDER BY t.key FOR UPDATE SKIP LOCKED));
+        GET DIAGNOSTICS removed = ROW_COUNT;
+    END IF;
 END $$;
 
 REVOKE EXECUTE ON FUNCTION

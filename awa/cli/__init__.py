@@ -84,12 +84,16 @@ def reporting(function: Callable[P, R]) -> Callable[P, R]:
     return reported
 
 
-def report(error: Exception) -> int:
-    """Write *error* as one sentence to stderr and return its exit code; a bug is raised on."""
+def report(error: Exception, command: str = "awa") -> int:
+    """Write *error* as one sentence to stderr and return its exit code; a bug is raised on.
+
+    Args:
+        command: How ``awa`` is called here, in what the sentence says to run.
+    """
     code = exit_code(error)
     if code is None:
         raise error
-    click.echo(f"awa: {' '.join(str(error).split())}", err=True)
+    click.echo(f"awa: {' '.join(str(error).split())}".replace("`awa ", f"`{command} "), err=True)
     return code
 
 

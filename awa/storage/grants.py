@@ -32,9 +32,11 @@ SEGMENTED = ("jobs", "claims", "completions", "attempt_ends")
 OWNERS_FUNCTIONS: Mapping[str, tuple[Part, ...]] = {
     "analyze_v1(smallint)": ("worker",),
     "prune_v1(smallint, bigint, oid)": ("worker",),
+    "prune_v2(smallint, bigint, oid, bigint[])": ("worker",),
     "rotate_v1()": ("worker",),
     "summarize_v1(smallint, bigint, integer)": ("worker",),
     "find_job_v2(bigint)": ("worker", "producer", "reader"),
+    "outcome_v1(bigint[])": ("worker", "producer", "reader"),
     "cancel_v1(bigint, text, boolean)": ("worker", "producer"),
     "enqueue_v1(text, json, text, integer, integer, integer, timestamptz, interval, text[], json, bytea, text[], text,"
     " json, bigint[], text, boolean)": ("worker", "producer"),

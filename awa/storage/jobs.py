@@ -490,7 +490,10 @@ def _copy_text(text: bytes) -> bytes:
     return text.replace(b"\\", b"\\\\").replace(b"\t", b"\\t").replace(b"\n", b"\\n").replace(b"\r", b"\\r")
 
 
-COMPLETE = "SELECT awa.complete_v1(%s::bigint, %s::bigint, %s::smallint, %s::integer, %s::smallint, %s::integer)"
+COMPLETE = """
+    SELECT awa.complete_v2(%s::bigint, %s::bigint, %s::smallint, %s::integer, %s::smallint, %s::integer, %s::json,
+                           %s::boolean)
+"""
 
 
 def complete(
@@ -503,16 +506,23 @@ def complete(
     nonce: int,
     idx: int,
     elapsed_ms: int,
+    result: bytes | None,
+    notify: bool,
     job_id: int,
     entry_id: int,
 ) -> None:
     """Complete one attempt in the transaction of *conn*, at any isolation level.
 
+    Args:
+        result: JSON text that is kept; None: nothing is.
+        notify: Whether to wake workers for what follows, when the transaction commits.
+
     Raises:
         StaleAttempt: The attempt ended before; the transaction cannot commit any more.
     """
     try:
-        drivers.rows(conn, schema.sql(COMPLETE), (runtime, claim_id, slot, nonce, idx, elapsed_ms))
+        kept = None if result is None else result.decode()
+        drivers.rows(conn, schema.sql(COMPLETE), (runtime, claim_id, slot, nonce, idx, elapsed_ms, kept, notify))
     except Exception as error:
         state = sqlstate(error)
         table = error.diag.table_name or "" if state == _STANDS else ""  # type: ignore[attr-defined]
@@ -569,7 +579,7 @@ class JobInfo:
     pid: int | None
     """Its process there."""
     waits_for: str | None
-    """``time``, or ``kind``: for a worker that knows it."""
+    """``time``; ``parent``: for other jobs; or ``kind``: for a worker that knows it."""
     error: dict[str, Any] | None
     """``type``, ``text``, ``traceback`` of the last attempt that failed or was cancelled; None for a completed job."""
     history: list[dict[str, Any]]

@@ -41,11 +41,13 @@ class Pool:
     Args:
         find_conninfo: Gives the database, when the first connection is wanted.
         size: Most connections that are open at once.
+        kept: How many stay open though nobody uses them.
     """
 
-    def __init__(self, find_conninfo: Callable[[], str], *, size: int = 10) -> None:
+    def __init__(self, find_conninfo: Callable[[], str], *, size: int = 10, kept: int = 1) -> None:
         self._find_conninfo = find_conninfo
         self._size = size
+        self._kept = kept
         self._lock = threading.Lock()
         self._pool: ConnectionPool[OwnConnection] | None = None  # guarded by _lock; read without it
         self._conninfo = ""  # set with it
@@ -68,7 +70,7 @@ class Pool:
                 self._pool = ConnectionPool(
                     self._conninfo,
                     connection_class=OwnConnection,
-                    min_size=1,
+                    min_size=self._kept,
                     max_size=self._size,
                     kwargs={"autocommit": True} | with_defaults(self._conninfo, "client"),
                     configure=lambda connection: _configure(connection, self._conninfo),

@@ -277,21 +277,25 @@ def carry(conn: Connection[Any], schema: Schema, slot: int, queue: str, *, limit
     return None if found < 0 else int(found)
 
 
-PRUNE = "SELECT awa.prune_v1(%(slot)s::smallint, %(entries)s, %(file)s::bigint::oid)"
+PRUNE = "SELECT awa.prune_v2(%(slot)s::smallint, %(entries)s, %(file)s::bigint::oid, %(examined)s::bigint[])"
 
 
-def prune(conn: Connection[Any], schema: Schema, slot: int, *, entries: int, file: int) -> str:
+def prune(
+    conn: Connection[Any], schema: Schema, slot: int, *, entries: int, file: int, examined: Sequence[int] = ()
+) -> str:
     """Empty a sealed slot, all of whose *entries* have been found to have ended.
 
     Args:
         file: In which file they were found. A slot that was emptied since may hold as many others.
+        examined: Jobs that wait for others, which were looked at after all these entries had ended.
 
     Returns:
-        ``pruned``; or, and nothing has changed, ``busy``, ``changed`` (there are more entries now, or others) or
-        ``current``.
+        ``pruned``; or, and nothing has changed, ``busy``, ``changed`` (there are more entries now, or others),
+        ``current``, or ``awaited`` (another job may wait for one of these).
 
-    Source: migrations/0008_ring.sql.
+    Source: migrations/0019_dependencies.sql.
     """
     with conn.cursor(row_factory=scalar_row) as cursor:
-        read_committed(cursor, schema.sql(PRUNE), {"slot": slot, "entries": entries, "file": file})
+        params = {"slot": slot, "entries": entries, "file": file, "examined": list(examined)}
+        read_committed(cursor, schema.sql(PRUNE), params)
         return str(cursor.fetchone())

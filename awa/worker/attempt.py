@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
+from psycopg import Connection, IsolationLevel
+
 from awa._core import Attempt, Outcomes
-from awa.errors import StaleAttempt
+from awa.errors import ConfigError
 from awa.failure import Failure, describe, told
 from awa.job import Cancel, Job, Outcome, RetryAfter, Snooze
 from awa.lent import Lent
@@ -16,6 +20,7 @@ from awa.retry import delay_after, verdict
 from awa.storage import jobs
 from awa.storage.lent import lent
 from awa.storage.schema import Schema
+from awa.worker.transactions import Transactions, stale
 
 log = logging.getLogger("awa.job")
 
@@ -25,29 +30,43 @@ class Attempts:
 
     Args:
         outcomes: Where they are noted.
+        lend: Borrows a connection for a handler's own transaction.
+        notify: Whether a handler's own transaction may wake idle workers for the follow-ups of its job.
     """
 
-    def __init__(self, schema: Schema, outcomes: Outcomes) -> None:
+    def __init__(
+        self,
+        schema: Schema,
+        outcomes: Outcomes,
+        lend: Callable[[], AbstractContextManager[Connection[Any]]],
+        *,
+        notify: bool,
+    ) -> None:
         self._schema = schema
         self._outcomes = outcomes
+        self._transactions = Transactions(lend)
+        self._notify = notify
 
     def job(self, attempt: Attempt, args: Any) -> Job[Any]:
         """What the handler gets."""
         return Job(attempt, args, self)
 
-    def complete(self, attempt: Attempt, conn: Lent) -> None:
+    def complete(self, attempt: Attempt, conn: Lent, result: object = None) -> None:
         """Complete *attempt* in the transaction of *conn*; see :meth:`awa.Job.complete`."""
-        # Once it has begun, the database is asked what happened, whatever this call returns.
-        if not attempt.begin_complete():
-            raise StaleAttempt(
-                f"the time of job {attempt.id} was up and its handler did not end, so its attempt has failed: roll back"
-                if attempt.is_abandoned
-                else f"the handler of job {attempt.id} has ended: complete it before the handler returns",
-                job_id=attempt.id,
-                entry_id=attempt.entry_id,
+        dump = attempt.handler.dump_result
+        if dump is None and result is not None:
+            raise ConfigError(
+                f"complete has a result, but jobs of kind {attempt.handler.kind!r} keep none: declare their task with "
+                "keep_result=True, or leave the result out"
             )
-        batch = attempt.batch
+        kept = None if dump is None else dump(result)
         with lent(conn) as driver:
+            if self._transactions.completes(attempt, driver, result):
+                return
+            # Once it has begun, the database is asked what happened, whatever this call returns.
+            if not attempt.begin_complete():
+                raise stale(attempt)
+            batch = attempt.batch
             jobs.complete(
                 driver,
                 self._schema,
@@ -57,9 +76,17 @@ class Attempts:
                 nonce=batch.nonce,
                 idx=attempt.idx,
                 elapsed_ms=int((time.monotonic() - attempt.started) * 1000),
+                result=kept,
+                notify=self._notify,
                 job_id=attempt.id,
                 entry_id=attempt.entry_id,
             )
+
+    def transaction(
+        self, attempt: Attempt, isolation_level: IsolationLevel | str | None
+    ) -> AbstractContextManager[Connection[Any]]:
+        """A transaction that completes *attempt* at its end; see :meth:`awa.Job.transaction`."""
+        return self._transactions.begin(attempt, isolation_level, self.complete)
 
     def conclude(self, attempt: Attempt, result: object, error: BaseException | None, elapsed_ms: int) -> None:
         """Note everything but a plain success."""
@@ -81,7 +108,7 @@ class Attempts:
             self._add(attempt, "retried", elapsed_ms, asked, delay=chosen.seconds)
             self._after_complete(attempt, f"RetryAfter({chosen.seconds:g})")
         elif error is None:
-            self._add(attempt, "completed", elapsed_ms)
+            self._completed(attempt, result, elapsed_ms)
         else:
             self._failed(attempt, error, elapsed_ms)
 
@@ -102,6 +129,18 @@ class Attempts:
         shown = type(ending).__name__ if reason is None else f"{reason.type}: {reason.text}"
         if not self._after_complete(attempt, shown):
             self._log(logging.INFO, attempt, "cancelled as somebody asked; it ended with %s", shown)
+
+    def _completed(self, attempt: Attempt, result: object, elapsed_ms: int) -> None:
+        dump = attempt.handler.dump_result
+        try:
+            kept = None if dump is None else dump(result)
+        except Exception as odd:  # whatever looking at the value raises
+            failure = describe(odd)
+            self._add(attempt, "failed", elapsed_ms, failure)  # for good: what it did is done, and would come out again
+            if not self._after_complete(attempt, f"a result that cannot be kept: {failure.text}"):
+                self._log(logging.ERROR, attempt, "failed, its result cannot be kept: %s", failure.text)
+            return
+        self._outcomes.add(attempt, "completed", elapsed_ms=elapsed_ms, error=kept)
 
     def _failed(self, attempt: Attempt, error: BaseException, elapsed_ms: int) -> None:
         options = attempt.handler.options or TaskOptions()

@@ -39,6 +39,8 @@ from awa.worker.heartbeat import Heartbeat
 from awa.worker.identity import Identity
 from awa.worker.known import KnownClaims
 from awa.worker.maintenance.deadlines import Deadlines
+from awa.worker.maintenance.dependents import Dependents
+from awa.worker.maintenance.keys import Keys
 from awa.worker.maintenance.loop import Maintenance
 from awa.worker.maintenance.promote import Promote
 from awa.worker.maintenance.rescue import Rescue
@@ -56,6 +58,9 @@ log = logging.getLogger("awa.worker")
 
 Hook = Callable[[], object]
 
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Handler or hook -> what is called in its place."""
+
 LEAVE_TIMEOUT = 2.0
 """Seconds to wait for a claim of this runtime that is still under way when everything else has ended."""
 
@@ -63,8 +68,14 @@ FLUSH_OUT_OF_TURN = 0.02
 """Seconds that an outcome may wait while other jobs wait for a thread; with nothing to do it is recorded sooner."""
 
 
-def make_handlers(registry: Registry) -> dict[str, Handler]:
+def make_handlers(
+    registry: Registry, max_result_bytes: int, wrap: Wrap = lambda function: function
+) -> dict[str, Handler]:
     """One handler per kind, aliases included.
+
+    Args:
+        max_result_bytes: Most bytes of a result that is kept.
+        wrap: Applied to each function once, here and not for every job.
 
     Raises:
         ConfigError: There is no task.
@@ -72,10 +83,17 @@ def make_handlers(registry: Registry) -> dict[str, Handler]:
     handlers = {}
     for kind in registry.kinds:
         task = registry.get(kind)
-        handlers[kind] = Handler(kind, task.func, task.codec.load, is_typed=task.is_typed, options=task.options)
+        dump = _limited(task.dump_result, max_result_bytes)
+        handlers[kind] = Handler(
+            kind, wrap(task.func), task.codec.load, is_typed=task.is_typed, dump_result=dump, options=task.options
+        )
     if not handlers:
         raise ConfigError("no task is declared: decorate a function with @client.task() in the module that is loaded")
     return handlers
+
+
+def _limited(dump: Callable[[Any, int], bytes] | None, most: int) -> Callable[[object], bytes] | None:
+    return None if dump is None else lambda value: dump(value, most)
 
 
 class Worker:
@@ -83,6 +101,8 @@ class Worker:
 
     Args:
         find_conninfo: Gives the database, when the worker starts.
+        lend: Borrows a connection for a handler's own transaction.
+        wrap: Gives what is called for a handler or a hook.
     """
 
     def __init__(
@@ -92,13 +112,17 @@ class Worker:
         settings: Settings,
         find_conninfo: Callable[[], str],
         version: str,
+        lend: Callable[[], contextlib.AbstractContextManager[psycopg.Connection[Any]]],
         on_start: Sequence[Hook] = (),
         on_stop: Sequence[Hook] = (),
+        wrap: Wrap = lambda function: function,
     ) -> None:
+        self._wrap = wrap
         self._registry = registry
         self._settings = settings
         self._find_conninfo = find_conninfo
         self._version = version
+        self._lend = lend
         self._on_start = on_start
         self._on_stop = on_stop
         self._threads: list[threading.Thread] = []  # guarded by _replace_lock, where one that ended would look dead
@@ -168,7 +192,7 @@ class Worker:
         if self._is_started:
             raise ConfigError("this worker was started before: make a new one")
         self._pid = os.getpid()
-        handlers = make_handlers(self._registry)
+        handlers = make_handlers(self._registry, self._settings.max_args_bytes, self._wrap)
         if self._settings.health_addr:
             from awa.worker.health import HealthServer  # http.server costs as much as all the rest
 
@@ -190,7 +214,7 @@ class Worker:
             if settings.listen_url:
                 check_same_server(connection, settings.listen_url)
         for hook in self._on_start:  # before anything exists that would have to be undone
-            hook()
+            self._wrap(hook)()
         self._identity = Identity(self._conninfo, self._schema, settings, self._version, handlers)
         self._identity.register()
         self._build(handlers)
@@ -214,8 +238,9 @@ class Worker:
 
     def _build(self, handlers: Mapping[str, Handler]) -> None:
         settings, conninfo, schema, identity = self._settings, self._conninfo, self._schema, self._identity
-        attempts = Attempts(schema, self._outcomes)
+        attempts = Attempts(schema, self._outcomes, self._lend, notify=settings.notify)
         listening = settings.listen_url or conninfo
+        dependents = Dependents(schema)
         claimer = Claimer(
             conninfo=listening,
             schema=schema,
@@ -266,11 +291,18 @@ class Worker:
                 identity=identity,
                 chores=[
                     Promote(schema),
+                    dependents,
                     Rescue(schema, heartbeat=settings.heartbeat, stale_after=settings.stale_after),
                     Deadlines(schema, heartbeat=settings.heartbeat, stale_after=settings.stale_after),
-                    Ring(schema, retention=settings.completed_retention, rotate_after=settings.rotate_after),
+                    Ring(
+                        schema,
+                        retention=settings.completed_retention,
+                        rotate_after=settings.rotate_after,
+                        examine=dependents.examine,
+                    ),
                     Retention(schema, failed=settings.failed_retention, dead=settings.dead_retention),
                     Summarize(schema),
+                    Keys(schema),
                 ],
             ),
             Watch(
@@ -370,7 +402,7 @@ class Worker:
             self._leave()
         for hook in self._on_stop:
             try:
-                hook()
+                self._wrap(hook)()
             except Exception:
                 log.exception("a stop hook failed")
         self._claimer.close()

@@ -28,6 +28,9 @@ from tests.chaos.run import run
     "--failover/--no-failover", default=None, help="A synchronous standby takes over. [default: from 1 minute]"
 )
 @click.option("--pooler/--no-pooler", default=None, help="pgbouncer before some of them. [default: from 1 minute]")
+@click.option(
+    "--count", "counting", type=click.IntRange(0, 10**6), default=0, help="Of jobs that each add one to a counter."
+)
 @click.option("--keep", is_flag=True, help="Leave the stopped servers, journals and logs.")
 @click.option("--json", "is_json", is_flag=True, help="Print the report as one line of JSON.")
 def main(
@@ -37,6 +40,7 @@ def main(
     workers: int,
     failover: bool | None,
     pooler: bool | None,
+    counting: int,
     keep: bool,
     is_json: bool,
 ) -> None:
@@ -54,6 +58,7 @@ def main(
         workers=workers,
         failover=minutes >= 1 if failover is None else failover,
         pooled=minutes >= 1 if pooler is None else pooler,
+        counting=counting,
         keep=keep,
         tell=lambda text: click.echo(text, err=True),
     )

@@ -120,6 +120,21 @@ def _have_effect(mark: int) -> None:
             raise ValueError("was to fail after the commit")
 
 
+@client.task(kind="count", retry=_AGAIN)
+def add_one(mark: int, pad: str = "") -> None:
+    """Add one to a counter that others wait for: it counts exactly the completed jobs."""
+    with running(mark) as (job, chance):
+        with job.transaction(chance.choice([None, None, "repeatable read", "serializable"])) as conn:
+            conn.execute("SET LOCAL lock_timeout = '3s'")  # who holds it may be frozen
+            conn.execute("UPDATE app.counters SET total = total + 1 WHERE n = %s", [mark % 8])
+            if chance.random() < 0.1:
+                time.sleep(chance.uniform(0.0, 0.05))
+            if chance.random() < 0.05:
+                raise ValueError("was to fail before the commit")
+        if chance.random() < 0.05:
+            raise ValueError("was to fail after the commit")
+
+
 def _sometimes_sleep(chance: random.Random) -> None:
     if chance.random() < 0.1:
         time.sleep(chance.uniform(0.0, 2.0))

@@ -165,6 +165,18 @@ CHECKS = (
         """,
     ),
     Check(
+        "counted otherwise than completed",
+        """
+        SELECT format('counted %s, completed %s', c.total, d.n)
+          FROM (SELECT sum(total) AS total FROM app.counters) c
+         CROSS JOIN (SELECT count(*) AS n
+                       FROM a_final f
+                      WHERE f.state = 'completed'
+                        AND EXISTS (SELECT FROM ledger.entries e WHERE e.job = f.job AND e.kind = 'count')) d
+         WHERE c.total <> d.n
+        """,
+    ),
+    Check(
         "effects acknowledged and lost",
         """
         SELECT format('mark %s, entry %s', c.mark, c.entry_id)

@@ -7,6 +7,9 @@ CREATE SCHEMA ledger;
 -- Rows of the application: written beside a job by its producer, and by a handler that completes its own attempt.
 CREATE TABLE app.orders (mark bigint NOT NULL);
 CREATE TABLE app.effects (mark bigint NOT NULL, entry_id bigint NOT NULL);
+-- Each job of the kind "count" adds one to one of them.
+CREATE TABLE app.counters (n integer PRIMARY KEY, total bigint NOT NULL);
+INSERT INTO app.counters SELECT n, 0 FROM generate_series(0, 7) n;
 
 -- A mark is the number that its producer gave a job before it was inserted; it travels in the args.
 CREATE TABLE ledger.entries (

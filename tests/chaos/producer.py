@@ -32,6 +32,7 @@ KINDS = {
     "changeable": 6.0,
     "effect": 8.0,
     "hasty": 3.0,
+    "count": 4.0,
     "overdue": 0.5,
     "deadly": 0.06,
     "rare": 4.0,

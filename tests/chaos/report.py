@@ -64,6 +64,7 @@ FIGURES = """
     UNION ALL (SELECT 'attempts ' || outcome, count(*) FROM ledger.ends GROUP BY outcome ORDER BY outcome)
     UNION ALL SELECT 'attempts completed in a transaction of their own', count(*)
                 FROM ledger.ends WHERE outcome = 'completed' AND flush IS NULL
+    UNION ALL SELECT 'counted in these', sum(total)::bigint FROM app.counters
     UNION ALL SELECT 'of these after the fence, before the rescue', count(*)
                 FROM ledger.ends WHERE outcome = 'completed' AND flush IS NULL AND was_gone
     UNION ALL SELECT 'attempts past their time, ended by maintenance', count(*)

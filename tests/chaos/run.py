@@ -10,6 +10,7 @@ from types import FrameType
 
 import psycopg
 
+import awa
 from awa.embedded import Binaries
 from awa.storage.migrate import migrate
 from awa.storage.schema import Schema
@@ -49,6 +50,7 @@ def run(
     workers: int = 4,
     failover: bool = False,
     pooled: bool = False,
+    counting: int = 0,
     keep: bool = False,
     tell: Tell,
 ) -> Report:
@@ -58,6 +60,8 @@ def run(
         binaries: The server's programs.
         failover: Have a synchronous standby, which takes over now and then.
         pooled: Have pgbouncer between the servers and some of the others.
+        counting: Jobs that add one to a counter and are there from the beginning; while many of them are left,
+            producers rest.
         keep: Leave servers and journals for a look.
         tell: Gets lines of progress.
 
@@ -81,6 +85,8 @@ def run(
         with connect(cluster.primary) as conn:
             migrate(conn, Schema())
             ledger.install(conn)
+        if counting:
+            _insert_counting(cluster.url, counting)
         plan = Plan(seed, seconds, directory, cluster.url)
         producers = {name: mode.network for name, mode in PRODUCERS.items()}
         crew = make_crew(plan, workers=workers, producers=producers, has_pooler=pooled)
@@ -100,6 +106,13 @@ def run(
             figures = count_figures(conn, directory)
         errors = dict(count_errors(directory))
         return Report(seed, notes, dict(faults.done), figures, verdicts, crew.complaints, errors)
+
+
+def _insert_counting(database: str, jobs: int) -> None:
+    client = awa.Client(database)
+    # marks that no producer gives
+    client.insert_many_copy(awa.NewJob({"mark": -n}, kind="count") for n in range(1, jobs + 1))
+    client.close()
 
 
 def _torment(plan: Plan, crew: Crew, cluster: Cluster, tell: Tell) -> Faults:

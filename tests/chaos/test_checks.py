@@ -331,6 +331,12 @@ def _effect_lost(scene: Scene) -> None:
     scene.conn.execute("INSERT INTO app.effects VALUES (1, %s)", [member.entry_id])
 
 
+def _not_counted(scene: Scene) -> None:
+    scene.note(1)
+    scene.insert(1, kind="count")
+    scene.work()
+
+
 def _never_run(scene: Scene) -> None:
     scene.note(1)
     scene.insert(1)
@@ -406,6 +412,7 @@ PLANTS: dict[Callable[[Scene], None], set[str]] = {
     _two_effects: {"effects not exactly once"},
     _no_effect: {"effects not exactly once"},
     _effect_lost: {"effects acknowledged and lost"},
+    _not_counted: {"counted otherwise than completed"},
     _never_run: {"completed without a run"},
     _told_cancelled: {"told cancelled and not so"},
     _tried_again: {"asked to be cancelled and tried again"},

@@ -24,7 +24,7 @@ from awa.storage import runtimes
 from awa.storage.check import check_storage
 from awa.storage.trust import record_origin
 from awa.worker.leader import LEASE, Leadership
-from awa.worker.maintenance import deadlines, promote, rescue, retention, ring, summarize
+from awa.worker.maintenance import deadlines, keys, promote, rescue, retention, ring, summarize
 from awa.worker.maintenance.loop import Chore, Maintenance
 from tests.fixtures.db import wait_until
 from tests.fixtures.jobs import WorkerProcess, WorkerProcesses, claimed_twice, count
@@ -293,6 +293,7 @@ def make_chores() -> list[Chore]:
         ring.Ring(AWA, retention=0.0, rotate_after=3600.0),
         retention.Retention(AWA, failed=86_400.0, dead=86_400.0),
         summarize.Summarize(AWA),
+        keys.Keys(AWA),
     ]
 
 

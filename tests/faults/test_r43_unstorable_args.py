@@ -13,6 +13,7 @@ import pytest
 
 import awa
 from awa import NewJob, ValidationError
+from awa.testing import inline
 from tests.fixtures.jobs import count
 
 BAD: list[tuple[Any, str]] = [
@@ -49,3 +50,27 @@ def test_alone_in_a_batch_and_in_the_callers_transaction(
         lent.execute("INSERT INTO work VALUES (1)")
     assert count(conn, "SELECT count(*) FROM work") == 3
     assert count(conn, "SELECT count(*) FROM awa.jobs") == 0
+
+
+@pytest.mark.parametrize(("args", "path"), BAD)
+def test_inline_mode_refuses_the_same_in_the_same_words(client: awa.Client, args: Any, path: str) -> None:
+    """Guards tests of users: what passes inline can be stored. Removed when inline mode hands args on as they are."""
+    ran: list[object] = []
+
+    @client.task(kind="k")
+    def handle(job: awa.Job[dict[str, Any]]) -> None:
+        ran.append(job.args)
+
+    attempts = [
+        lambda: client.insert(args, kind="k"),
+        lambda: client.insert_many([NewJob({"n": 1}, kind="k"), NewJob(args, kind="k")]),
+        lambda: client.insert_many_copy([NewJob({"n": 1}, kind="k"), NewJob(args, kind="k")]),
+        lambda: client.insert({"n": 1}, kind="k", metadata=args),
+    ]
+    for insert in attempts:
+        with pytest.raises(ValidationError) as stored:
+            insert()
+        with inline(client) as book, pytest.raises(ValidationError) as booked:
+            insert()
+        assert (str(booked.value), booked.value.path) == (str(stored.value), stored.value.path)
+        assert book.jobs == ran == []

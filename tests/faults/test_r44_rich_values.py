@@ -1,11 +1,12 @@
 """R44: values that JSON does not know came back as something else, and keys that are not text were merged.
 
-Now a declared type is restored exactly, and anything else is refused at insert with its path.
+Now a declared type is restored exactly, and anything else is refused at insert with its path; inline as well.
 """
 
 from __future__ import annotations
 
 import enum
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta, timezone
 from decimal import Decimal
@@ -16,6 +17,7 @@ import pytest
 
 import awa
 from awa import ValidationError
+from awa.testing import inline
 from tests.fixtures.jobs import StartWorker, ended
 
 
@@ -60,7 +62,10 @@ RICH = Rich(
 )
 
 
-def test_declared_types_come_back_with_value_and_type(client: awa.Client, start_worker: StartWorker) -> None:
+@pytest.mark.parametrize("is_inline", [False, True], ids=["worker", "inline"])
+def test_declared_types_come_back_with_value_and_type(
+    client: awa.Client, start_worker: StartWorker, is_inline: bool
+) -> None:
     seen: list[Any] = []
 
     @client.task()
@@ -71,9 +76,15 @@ def test_declared_types_come_back_with_value_and_type(client: awa.Client, start_
     def plain(at: datetime, price: Decimal, data: bytes, size: Size = Size.BIG) -> None:
         seen.append((at, price, data, size))
 
-    start_worker(client)
-    assert ended(client, client.insert(RICH)).state == "completed"
-    assert ended(client, client.insert(plain.bind(RICH.at, RICH.price, RICH.data))).state == "completed"
+    if is_inline:
+        with inline(client) as book:
+            client.insert_many([RICH, plain.bind(RICH.at, RICH.price, RICH.data)])
+        assert [job.state for job in book.jobs] == ["completed", "completed"]
+        assert seen[0] is not RICH
+    else:
+        start_worker(client)
+        assert ended(client, client.insert(RICH)).state == "completed"
+        assert ended(client, client.insert(plain.bind(RICH.at, RICH.price, RICH.data))).state == "completed"
     got = seen[0]
     assert got == RICH
     assert (got.at.utcoffset(), str(got.price), type(got.numbers), type(got.pair)) == (
@@ -95,22 +106,25 @@ def test_declared_types_come_back_with_value_and_type(client: awa.Client, start_
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
 def test_without_a_declared_type_they_are_refused_with_type_and_path(client: awa.Client, value: object) -> None:
-    with pytest.raises(ValidationError, match=type(value).__name__) as caught:
-        client.insert({"a": [{"b": value}]}, kind="k")
-    assert caught.value.path == "args.a[0].b"
+    for where in (nullcontext(), inline(client)):
+        with where, pytest.raises(ValidationError, match=type(value).__name__) as caught:
+            client.insert({"a": [{"b": value}]}, kind="k")
+        assert caught.value.path == "args.a[0].b"
 
 
 @pytest.mark.parametrize("keys", [{1: 1}, {True: 1}, {None: 1}, {1.5: 1}, {1: "a", "1": "b"}, {(1,): 1}])
 def test_keys_that_are_no_text_are_refused_not_merged(client: awa.Client, keys: dict[Any, Any]) -> None:
-    with pytest.raises(ValidationError) as caught:
-        client.insert({"a": keys}, kind="k")
-    assert caught.value.path.startswith("args.a")
+    for where in (nullcontext(), inline(client)):
+        with where, pytest.raises(ValidationError) as caught:
+            client.insert({"a": keys}, kind="k")
+        assert caught.value.path.startswith("args.a")
 
 
 def test_a_naive_datetime_is_refused_even_where_a_datetime_is_declared(client: awa.Client) -> None:
     @client.task()
     def work(at: datetime) -> None: ...
 
-    with pytest.raises(ValidationError) as caught:
-        client.insert(work.bind(datetime(2024, 1, 1)))
-    assert caught.value.path == "args.at"
+    for where in (nullcontext(), inline(client)):
+        with where, pytest.raises(ValidationError) as caught:
+            client.insert(work.bind(datetime(2024, 1, 1)))
+        assert caught.value.path == "args.at"

@@ -268,6 +268,8 @@ def library_complete(conn: Conn, member: Member) -> None:
         nonce=member.nonce,
         idx=member.idx,
         elapsed_ms=3,
+        result=None,
+        notify=True,
         job_id=member.id,
         entry_id=member.entry_id,
     )

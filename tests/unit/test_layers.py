@@ -28,8 +28,8 @@ LAYERS = [
 LEVELS = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 FAMILIES = (0, 1)
 """Within these, rooms may know each other, without cycles."""
-COMMANDS = {("cli", "demo")}
-"""The command line calls what it is the command of."""
+COMMANDS = {("cli", "demo"), ("ext", "cli"), ("ext", "testing")}
+"""The command line calls what it is the command of; a framework's commands are ours, and so is its mode for tests."""
 
 MODULES = sorted(path for pattern in ("*.py", "*.pyx") for path in PACKAGE.rglob(pattern) if path.name != "__init__.py")
 MODULES += sorted(path for path in PACKAGE.rglob("__init__.py") if path.parent != PACKAGE)

@@ -5,7 +5,7 @@ A round turns the ring when it is time to, then looks through the sealed segment
     entries not printed yet         -> print them (a segment grows only by stragglers)
     fewer ends than entries         -> carry forward what nobody has claimed, when the segment is due; look again later
     as many                         -> print the ends; equal prints: everything has ended, exactly once
-    ... and kept long enough        -> prune
+    ... and kept long enough        -> look at the jobs that wait for others, perhaps for these; then prune
 
 All of it goes in ranges of pages, a few milliseconds each, over as many runs as it takes.
 """
@@ -24,6 +24,7 @@ from psycopg import Connection
 from awa.storage import ring
 from awa.storage.ring import Print, Segment
 from awa.storage.schema import Schema
+from awa.worker.maintenance.dependents import Dependents
 
 log = logging.getLogger("awa.maintenance")
 
@@ -59,6 +60,9 @@ T = TypeVar("T")
 Steps = Generator[None, None, T]
 """Yields after every statement; what it returns comes last."""
 
+Examine = Callable[[Connection], Steps[list[int]]]
+"""Looks at the jobs that wait for others; gives those that wait on for what has not ended."""
+
 Reader = Callable[[Connection, Schema, int, int, int], T]
 """Reads a range of pages of a slot."""
 
@@ -92,6 +96,7 @@ class Ring:
         retention: Seconds that completed jobs stay readable.
         rotate_after: Seconds after which a segment is sealed; 0: a sixth of the retention, so that a slot is empty
             again in time.
+        examine: Lets jobs go that wait for others which have ended, before those are forgotten.
         now: For tests: what to take for now.
     """
 
@@ -104,12 +109,14 @@ class Ring:
         *,
         retention: float,
         rotate_after: float = 0.0,
+        examine: Examine | None = None,
         now: Callable[[], datetime | None] = lambda: None,
     ) -> None:
         self._schema = schema
         self._retention = timedelta(seconds=retention)
         self._rotate_after = timedelta(seconds=rotate_after or max(retention / 6, SHORTEST_TURN))
         self._pause = min(max(self._rotate_after.total_seconds() / 10, 0.05), LONGEST_PAUSE)
+        self._examine = examine or Dependents(schema).examine
         self._now = now
         self._seen: dict[int, Seen] = {}
         self._steps: Steps[None] | None = None
@@ -181,11 +188,14 @@ class Ring:
             else:
                 yield from self._compare(segment, seen)
         if seen.has_ended and self._is_kept_long_enough(segment, seen):
-            outcome = ring.prune(self._conn, self._schema, slot, entries=seen.entries.count, file=seen.file)
+            examined = yield from self._examine(self._conn)
+            outcome = ring.prune(
+                self._conn, self._schema, slot, entries=seen.entries.count, file=seen.file, examined=examined
+            )
             yield
             if outcome == "pruned":
                 log.info("emptied slot %d: %d entries that had ended", slot, seen.entries.count)
-            if outcome != "busy":
+            if outcome not in ("busy", "awaited"):
                 self._seen.pop(slot)
                 return
         seen.look_at = monotonic() + max(PACE * (monotonic() - began), self._pause)

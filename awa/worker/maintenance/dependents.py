@@ -1,0 +1,139 @@
+"""Chore: let jobs go that wait for other jobs, when those have ended.
+
+A pass walks over the jobs that wait, in windows by id. Of each window's parents it asks what has become of them, in one
+statement, then lets go who waited for nothing else. Where a parent was found is kept for the next pass: to search for a
+job by its id costs much more than to look at its entry again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from time import monotonic
+
+from psycopg import Connection
+
+from awa.storage import dependents
+from awa.storage.dependents import Dependent, Place
+from awa.storage.schema import Schema
+
+WINDOW = 500
+"""Most jobs of a window."""
+
+PARENTS = 2_000
+"""Of how many parents a window is full."""
+
+BUDGET = 0.05
+"""Seconds after which a run leaves the rest to the next, so that other chores come in between."""
+
+PACE = 10
+"""Looking that finds nothing to do is followed by a pause of so many times what it cost."""
+
+SHORTEST_PAUSE = 0.02
+"""Seconds to the next pass when this one found something: in a chain of short jobs the next is ready then. As long as
+nothing happens the pauses double, up to ..."""
+
+LONGEST_PAUSE = 0.25
+"""... so many seconds."""
+
+IDLE = 1.0
+"""Seconds between looks whether any job waits at all, for when nobody could ring."""
+
+KEPT = 100_000
+"""Places that are kept; more than these are forgotten all at once."""
+
+
+class Dependents:
+    """Walks over the jobs that wait for others, again and again."""
+
+    name = "dependents"
+    hears_bell = True
+
+    def __init__(self, schema: Schema) -> None:
+        self._schema = schema
+        self._places: dict[int, Place] = {}
+        self._reached = 0
+        """The last job that this pass has looked at; 0 at its beginning."""
+        self._has_moved = False
+        """Something has happened in this pass."""
+        self._pause = LONGEST_PAUSE
+        self._not_before = 0.0
+
+    def run(self, conn: Connection, held_seconds: float) -> float:
+        """Go on with the pass, or begin one; return the seconds until there is more to do."""
+        began = monotonic()
+        if began < self._not_before:  # rung for
+            return self._not_before - began
+        idle = 0.0
+        while monotonic() - began < BUDGET:
+            window_began = monotonic()
+            window = self._list(conn, self._reached)
+            if not window and not self._reached:
+                self._places.clear()
+                return IDLE
+            if window and self._look(conn, window, began + BUDGET)[0]:
+                self._has_moved = True
+            else:
+                idle += monotonic() - window_began
+            self._reached = window[-1][0] if window else 0
+            if len(window) < WINDOW and sum(len(parents) for _, parents in window) < PARENTS:
+                self._reached = 0
+            if not self._reached:
+                self._pause = SHORTEST_PAUSE if self._has_moved else min(2 * self._pause, LONGEST_PAUSE)
+                self._has_moved = False
+                self._not_before = monotonic() + PACE * idle
+                return max(self._pause, PACE * idle)
+        self._not_before = monotonic() + PACE * idle
+        return PACE * idle
+
+    def examine(self, conn: Connection) -> Generator[None, None, list[int]]:
+        """Look at all of them, now; yields after every statement.
+
+        Returns:
+            Those that still wait, and whose parents have not ended. Whatever had ended before this began, they do not
+            wait for it.
+        """
+        examined: list[int] = []
+        reached = 0
+        while window := self._list(conn, reached):
+            yield
+            examined += self._look(conn, window, float("inf"))[1]
+            yield
+            reached = window[-1][0]
+        return examined
+
+    def _list(self, conn: Connection, after: int) -> list[Dependent]:
+        return dependents.list_dependents(conn, self._schema, after=after, limit=WINDOW, parents=PARENTS)
+
+    def _look(self, conn: Connection, window: list[Dependent], until: float) -> tuple[bool, list[int]]:
+        """Let go who can; whether anything happened, and who was looked at and waits on."""
+        parents = sorted({parent for _, parents in window for parent in parents})
+        states: dict[int, str] = {}
+        unclear = set(parents)
+        for parent, state, place in dependents.look_at_parents(conn, self._schema, parents, self._places):
+            if place is None:
+                self._places.pop(parent, None)
+            else:
+                self._places[parent] = place
+            if state is not None:
+                unclear.discard(parent)
+            if state not in (None, "waiting", "open"):
+                states[parent] = str(state)
+        if len(self._places) > KEPT:
+            self._places.clear()
+        waiting = dict(window)
+        has_moved = bool(unclear)
+        skipped: set[int] = set()
+        ready = [job for job, parents in window if not parents or not states.keys().isdisjoint(parents)]
+        while ready:
+            done = dependents.resolve(conn, self._schema, ready, states)
+            has_moved |= len(done.skipped) < len(ready)
+            skipped.update(done.skipped)
+            # who waits for one that has just been cancelled need not be searched for
+            states = dict.fromkeys(done.cancelled, "cancelled") | dict.fromkeys(done.discarded, "gone")
+            for job in (*done.started, *done.cancelled, *done.discarded):
+                waiting.pop(job, None)
+            if monotonic() > until:
+                break
+            ready = [job for job, parents in waiting.items() if not states.keys().isdisjoint(parents)]
+        left = [job for job, parents in waiting.items() if job not in skipped and unclear.isdisjoint(parents)]
+        return has_moved, left
