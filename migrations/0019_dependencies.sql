@@ -13,11 +13,31 @@
 -- A parent that is nowhere to be found has ended, nobody knows how. So a segment is emptied, and a failed or cancelled
 -- job deleted, only when no row waits that has not been looked at since everything there had ended.
 
-CREATE INDEX waiting_jobs_parent ON awa.waiting_jobs (id) WHERE waits_for = 'parent';
+-- By seq: in the order of their ids they might be looked for in the primary key, among all that waits.
+CREATE INDEX waiting_jobs_parent ON awa.waiting_jobs (seq) WHERE waits_for = 'parent';
+
+-- The next jobs that wait for others, after the one whose seq is p_after: up to p_limit, and no more once they have
+-- p_parents parents.
+CREATE FUNCTION awa.dependents_v1(p_after bigint, p_limit integer, p_parents integer)
+RETURNS TABLE (seq bigint, id bigint, parents bigint[])
+LANGUAGE sql STABLE
+SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off
+SET jit = off
+AS $$
+    SELECT t.seq, t.id, t.parents
+      FROM (SELECT w.seq, w.id, w.parents,
+                   sum(cardinality(w.parents)) OVER (ORDER BY w.seq) - cardinality(w.parents) AS before
+              FROM (SELECT w.seq, w.id, coalesce(w.parents, '{}') AS parents
+                      FROM awa.waiting_jobs w
+                     WHERE w.waits_for = 'parent' AND w.seq > p_after
+                     ORDER BY w.seq LIMIT p_limit) w) t
+     WHERE t.before < p_parents
+     ORDER BY t.seq
+$$;
 
 -- The newest entry of each of these jobs in the ring; a row of NULLs, but for the id, when there is none. A search by id
 -- reads summaries of all segments and a few pages, or many where they are not summarised yet; so near ids are searched
--- for together, far ones by 32. Ids that are left after p_searches searches get no row.
+-- for together, far ones by 32. Ids that are left after p_searches searches get no row; NULL: none are.
 CREATE FUNCTION awa.newest_entries(p_ids bigint[], p_searches integer)
 RETURNS TABLE (id bigint, slot smallint, queue text, lane smallint, xid xid8, entry_id bigint, available_at timestamptz)
 LANGUAGE plpgsql STABLE
@@ -61,12 +81,36 @@ BEGIN
     END LOOP;
 END $$;
 
+-- As in 0017_unique.sql; and those that are in the ring are searched for together.
+CREATE OR REPLACE FUNCTION awa.unknown_among(p_ids bigint[]) RETURNS bigint[]
+LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    v_unknown bigint[];
+BEGIN
+    -- twice: what is carried out of a segment that is emptied at this moment is not found at first
+    FOR v_try IN 1..2 LOOP
+        v_unknown := ARRAY(SELECT DISTINCT p FROM unnest(p_ids) p
+                            WHERE NOT EXISTS (SELECT FROM awa.waiting_jobs w WHERE w.id = p)
+                              AND NOT EXISTS (SELECT FROM awa.ended_jobs e WHERE e.id = p));
+        EXIT WHEN cardinality(v_unknown) = 0;
+        BEGIN
+            v_unknown := ARRAY(SELECT n.id FROM awa.newest_entries(v_unknown, NULL) n WHERE n.entry_id IS NULL ORDER BY 1);
+            RAISE EXCEPTION 'seen' USING ERRCODE = 'AWA09';      -- no lock on the ring is left
+        EXCEPTION WHEN SQLSTATE 'AWA09' THEN
+            NULL;
+        END;
+        EXIT WHEN cardinality(v_unknown) = 0;
+    END LOOP;
+    RETURN v_unknown;
+END $$;
+
 -- What has become of these jobs, which others wait for. Where the caller knows from its last look, it says in which
 -- entry a job was, and in which claim; NULL where it does not. One row per job, with what it may say the next time:
 --   waiting, open                  it has not ended; open: in the entry that is returned, whether or not it is running
 --   completed, failed, cancelled   for good
 --   gone                           there is no such job, or its history was deleted
---   NULL                           it has moved on since, or there was enough to do: look again
+--   passed                         it is running, or has completed: there was enough to do, look again
+--   NULL                           it has moved on since; or, without a row, there was enough to do: likewise
 --
 -- In a transaction of its own, at READ COMMITTED. The lock, which only keeps segments from being emptied, comes before
 -- the first statement, and that one looks for what waits or has ended: whatever is not found there had an entry in the
@@ -110,9 +154,17 @@ BEGIN
              WHERE u.known
              UNION ALL
             SELECT true, e.id, e.slot, e.queue, e.lane, e.xid, e.entry_id, e.available_at, NULL, NULL
-              FROM awa.newest_entries(v_searched, 8) e
+              FROM awa.newest_entries(v_searched, 2) e
         ), frontier AS MATERIALIZED (
             SELECT q.queue, awa.frontier_of(q.queue) AS frontier FROM (SELECT DISTINCT queue FROM place) q
+        ), passed AS MATERIALIZED (    -- whose claims are to be looked for, half a millisecond each; most are available
+            SELECT p.id, row_number() OVER () <= 50 AS is_looked_for FROM place p
+             WHERE p.claim_id IS NULL AND p.entry_id IS NOT NULL
+               AND CASE WHEN p.lane = 0 THEN true
+                        ELSE awa.has_passed((SELECT f.frontier FROM frontier f WHERE f.queue = p.queue),
+                                            p.lane, p.xid, p.entry_id) END
+               AND NOT EXISTS (SELECT FROM awa.attempt_ends t
+                                WHERE t.slot = p.slot AND t.entry_id = p.entry_id OFFSET 0)
         )
         SELECT p.id,
                CASE WHEN p.entry_id IS NULL THEN 'gone'
@@ -125,6 +177,7 @@ BEGIN
                     WHEN EXISTS (SELECT FROM awa.completions x
                                   WHERE x.slot = p.slot AND x.claim_id = c.claim_id AND c.idx = ANY (x.idx) OFFSET 0)
                     THEN 'completed'
+                    WHEN (p.id IN (SELECT s.id FROM passed s WHERE NOT s.is_looked_for)) IS TRUE THEN 'passed'
                     ELSE 'open' END,
                p.slot, p.queue, p.lane, p.xid, p.entry_id, p.available_at, c.claim_id, c.idx
           FROM place p
@@ -135,10 +188,7 @@ BEGIN
                UNION ALL
                SELECT t.claim_id, t.idx
                  FROM awa.claim_of(p.slot, p.queue, p.lane, p.xid, p.entry_id, p.available_at) t
-                WHERE p.claim_id IS NULL AND e.outcome IS NULL
-                  AND CASE WHEN p.lane = 0 THEN true    -- else it is available, most of the time
-                           ELSE awa.has_passed((SELECT f.frontier FROM frontier f WHERE f.queue = p.queue),
-                                               p.lane, p.xid, p.entry_id) END) c ON true;
+                WHERE p.claim_id IS NULL AND (p.id IN (SELECT s.id FROM passed s WHERE s.is_looked_for)) IS TRUE) c ON true;
     RETURN QUERY
         SELECT u.id, u.state, NULL::smallint, NULL::text, NULL::smallint, NULL::xid8, NULL::bigint, NULL::timestamptz,
                NULL::bigint, NULL::smallint

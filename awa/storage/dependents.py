@@ -14,30 +14,32 @@ from psycopg.rows import class_row, tuple_row
 from awa.storage.pooler import read_committed
 from awa.storage.schema import Schema
 
-Dependent = tuple[int, list[int]]
-"""A job and the jobs that it waits for."""
 
-LIST = """
-    SELECT t.id, t.parents
-      FROM (SELECT w.id, w.parents, sum(cardinality(w.parents)) OVER (ORDER BY w.id) - cardinality(w.parents) AS before
-              FROM (SELECT w.id, coalesce(w.parents, '{}') AS parents
-                      FROM awa.waiting_jobs w
-                     WHERE w.waits_for = 'parent' AND w.id > %(after)s
-                     ORDER BY w.id LIMIT %(limit)s) w) t
-     WHERE t.before < %(parents)s
-     ORDER BY t.id
-"""
+class Dependent(NamedTuple):
+    """A job that waits for others."""
+
+    seq: int
+    """Its place in the order in which they are listed."""
+    id: int
+    """The job."""
+    parents: list[int]
+    """What it waits for."""
+
+
+LIST = "SELECT seq, id, parents FROM awa.dependents_v1(%(after)s, %(limit)s, %(parents)s)"
 
 
 def list_dependents(conn: Connection, schema: Schema, *, after: int, limit: int, parents: int) -> list[Dependent]:
-    """The next jobs that wait for others, by id.
+    """The next jobs that wait for others, about in the order in which they were inserted.
 
     Args:
-        after: The last one that was seen.
+        after: The ``seq`` of the last one that was seen.
         limit: Most jobs.
         parents: Their parents are no more than this, but for those of the last job.
+
+    Source: migrations/0019_dependencies.sql.
     """
-    with Cursor(conn, row_factory=tuple_row) as cursor:
+    with Cursor(conn, row_factory=class_row(Dependent)) as cursor:
         cursor.execute(schema.sql(LIST), {"after": after, "limit": limit, "parents": parents})
         return cursor.fetchall()
 
@@ -79,8 +81,9 @@ def look_at_parents(
         places: Where some of them were found before, which spares a search.
 
     Returns:
-        Per job: its id; ``waiting``, ``open``, ``completed``, ``failed``, ``cancelled``, ``gone``, or None when that
-        takes another look; and where it is, when it is open. A job that is left out takes another look, too.
+        Per job: its id; ``waiting``, ``open``, ``completed``, ``failed``, ``cancelled``, ``gone``, or, when that takes
+        another look, ``passed`` or None; and where it is, when it is open or passed. What is left out takes another
+        look, too.
 
     Source: migrations/0019_dependencies.sql.
     """
@@ -89,7 +92,9 @@ def look_at_parents(
     params: dict[str, Any] = dict(zip(names, map(list, zip(*known, strict=True)), strict=True))
     with Cursor(conn, row_factory=tuple_row) as cursor:
         read_committed(cursor, schema.sql(LOOK), params | {"ids": list(parents)})
-        return [(row[0], row[1], Place(*row[2:]) if row[1] == "open" else None) for row in cursor.fetchall()]
+        return [
+            (row[0], row[1], Place(*row[2:]) if row[1] in ("open", "passed") else None) for row in cursor.fetchall()
+        ]
 
 
 @dataclass(frozen=True, slots=True)

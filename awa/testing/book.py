@@ -242,39 +242,47 @@ class Book:
             waiting = -1
             while len(left := [entry for entry in self._entries.values() if entry.waits_for == "parent"]) != waiting:
                 waiting = len(left)
+                lost = {entry.id: self._lost_parent(entry) for entry in left}
+                for entry in left:  # first those that can go, as the database does
+                    if lost[entry.id] is None and not self._has_open_parent(entry):
+                        if entry.run_at is not None and entry.run_at > self.now:
+                            entry.waits_for = "time"
+                        else:
+                            self._make_available(entry)
+                            started.append(entry.id)
                 for entry in left:
-                    if self._let_go(entry):
-                        started.append(entry.id)
+                    reason = lost[entry.id]
+                    if reason is None:
+                        continue
+                    if entry.row.on_parent_failure == "discard":
+                        del self._entries[entry.id]
+                    else:
+                        self._tell(entry, "cancelled", None, _cancelled(reason))
+                        self._end(entry, JobState.CANCELLED)
             return started
 
-    def _let_go(self, entry: Entry) -> bool:
-        """Whether a job that waited for others is available now."""
-        states = {parent: self._state_of(parent) for parent in entry.parents}
-        lost = [parent for parent, state in states.items() if state in ("failed", "cancelled", "gone")]
-        if lost and entry.row.on_parent_failure == "discard":
-            del self._entries[entry.id]
-        elif lost and entry.row.on_parent_failure != "run":
-            parent = min(lost)
-            why = {"failed": "has failed", "cancelled": "was cancelled", "gone": "is gone: its history was deleted"}
-            reason = f"it was to run after job {parent}, which {why[states[parent]]}"
-            self._tell(entry, "cancelled", None, _cancelled(reason))
-            self._end(entry, JobState.CANCELLED)
-        elif all(state == "gone" or JobState(state).is_terminal for state in states.values()):
-            if entry.run_at is None or entry.run_at <= self.now:
-                self._make_available(entry)
-                return True
-            entry.waits_for = "time"
-        return False
+    def _has_open_parent(self, entry: Entry) -> bool:
+        found = [self._entries.get(parent) for parent in entry.parents]
+        return any(parent is not None and not parent.state.is_terminal for parent in found)
+
+    def _lost_parent(self, entry: Entry) -> str | None:
+        """Why a job need not run: a parent has not completed, and never will."""
+        if entry.row.on_parent_failure == "run":
+            return None
+        for parent in sorted(entry.parents):
+            found = self._entries.get(parent)
+            if found is None:
+                return f"it was to run after job {parent}, which is gone: its history was deleted"
+            if found.state in (JobState.FAILED, JobState.CANCELLED):
+                how = "has failed" if found.state is JobState.FAILED else "was cancelled"
+                return f"it was to run after job {parent}, which {how}"
+        return None
 
     def freed(self) -> list[JobId]:
         """The jobs that outcomes have inserted or let go since the last call."""
         with self._lock:
             followed, self._followed = self._followed, []
             return followed + self.resolve()
-
-    def _state_of(self, job_id: int) -> str:
-        found = self._entries.get(job_id)
-        return "gone" if found is None else found.state
 
     def make_due(self, *, queue: str | None, kinds: Iterable[str]) -> None:
         """Let the time come for everything of *queue* and *kinds* that waits for it."""

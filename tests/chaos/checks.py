@@ -224,6 +224,19 @@ CHECKS = (
          WHERE f.state = 'cancelled'
            AND NOT EXISTS (SELECT FROM ledger.entries e WHERE e.job = f.job AND e.kind = 'changeable')
            AND NOT EXISTS (SELECT FROM ledger.controls c WHERE c.job = f.job AND c.what = 'cancel')
+           AND NOT EXISTS (SELECT FROM ledger.parents p JOIN a_final t ON t.job = p.parent
+                            WHERE p.child = f.job AND p.on_failure IS DISTINCT FROM 'run' AND t.state <> 'completed')
+        """,
+    ),
+    Check(
+        "run before those that it was to run after",
+        """
+        SELECT format('job %s at %s, after job %s: %s at %s', p.child, r.started_at, p.parent, t.state, t.at)
+          FROM ledger.parents p
+          JOIN ledger.runs r ON r.job = p.child
+          LEFT JOIN a_final t ON t.job = p.parent
+         WHERE coalesce(t.at > r.started_at, true)
+            OR (p.on_failure IS DISTINCT FROM 'run' AND t.state <> 'completed')
         """,
     ),
     Check(

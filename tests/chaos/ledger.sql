@@ -16,6 +16,7 @@ CREATE TABLE ledger.entries (
     entry_id bigint, job bigint, mark bigint, slot smallint, attempt smallint, kind text, at timestamptz
 );
 CREATE TABLE ledger.waits (job bigint, mark bigint, waits_for text, at timestamptz);
+CREATE TABLE ledger.parents (child bigint, parent bigint, on_failure text);      -- of jobs that run after others
 CREATE TABLE ledger.claims (claim_id bigint, slot smallint, runtime bigint, entry_ids bigint[], at timestamptz);
 CREATE TABLE ledger.ends (
     entry_id bigint,
@@ -54,6 +55,7 @@ CREATE TRIGGER chaos AFTER INSERT ON awa.jobs FOR EACH ROW EXECUTE FUNCTION ledg
 CREATE FUNCTION ledger.note_wait() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
     INSERT INTO ledger.waits VALUES (NEW.id, (NEW.args->>'mark')::bigint, NEW.waits_for, clock_timestamp());
+    INSERT INTO ledger.parents SELECT NEW.id, p, NEW.on_parent_failure FROM unnest(NEW.parents) p;
     RETURN NULL;
 END $$;
 CREATE TRIGGER chaos AFTER INSERT ON awa.waiting_jobs FOR EACH ROW EXECUTE FUNCTION ledger.note_wait();
@@ -131,9 +133,9 @@ CREATE VIEW ledger.jobs AS
 
 -- Ends of jobs: one row per end, so two for a job that ended twice.
 CREATE VIEW ledger.finals AS
-    SELECT e.job, 'completed'::text AS state
+    SELECT e.job, 'completed'::text AS state, x.at
       FROM (SELECT DISTINCT entry_id, job FROM ledger.entries) e
       JOIN ledger.ends x USING (entry_id)
      WHERE x.outcome = 'completed'
     UNION ALL
-    SELECT job, state FROM ledger.dead;
+    SELECT job, state, at FROM ledger.dead;

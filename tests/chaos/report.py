@@ -73,6 +73,7 @@ FIGURES = """
                 FROM ledger.ends x
                WHERE outcome IN ('retried', 'failed') AND flush IS NULL AND NOT was_gone
                  AND NOT EXISTS (SELECT FROM ledger.runs r WHERE r.entry_id = x.entry_id)
+    UNION ALL SELECT 'jobs to run after others', count(DISTINCT child) FROM ledger.parents
     UNION ALL SELECT 'handlers begun', count(*) FROM ledger.runs
     UNION ALL SELECT 'handlers killed', count(*) FROM ledger.runs WHERE ended_at IS NULL
     UNION ALL SELECT 'longest time in which no handler began, ms', coalesce(max(pause)::bigint, 0)

@@ -337,6 +337,13 @@ def _not_counted(scene: Scene) -> None:
     scene.work()
 
 
+def _too_early(scene: Scene) -> None:
+    scene.note(1, 2)
+    scene.insert(1, 2)
+    first, second = scene.work()
+    scene.conn.execute("INSERT INTO ledger.parents VALUES (%s, %s, NULL)", [second.id, first.id])
+
+
 def _never_run(scene: Scene) -> None:
     scene.note(1)
     scene.insert(1)
@@ -413,6 +420,7 @@ PLANTS: dict[Callable[[Scene], None], set[str]] = {
     _no_effect: {"effects not exactly once"},
     _effect_lost: {"effects acknowledged and lost"},
     _not_counted: {"counted otherwise than completed"},
+    _too_early: {"run before those that it was to run after"},
     _never_run: {"completed without a run"},
     _told_cancelled: {"told cancelled and not so"},
     _tried_again: {"asked to be cancelled and tried again"},

@@ -122,6 +122,19 @@ def delayed(p: Producer) -> None:
         p.add_rows(conn, marks)
 
 
+def dependents(p: Producer) -> None:
+    """Some jobs, and others that run after one or a few of all that are there by then."""
+    marks = p.marks(12)
+    with p.deed(marks, has_row=True) as deed, p.lent(deed) as conn:
+        jobs = [p.client.insert(p.job(marks[0]), conn=conn)]
+        for mark in marks[1:]:
+            after = p.random.sample(jobs, p.random.randint(1, min(3, len(jobs))))
+            failed = p.random.choice([None, "cancel", "run"])
+            later = p.random.choice([None, None, p.random.uniform(0, 3)])
+            jobs.append(p.client.insert(p.job(mark, after=after, after_failed=failed, delay=later), conn=conn))
+        p.add_rows(conn, marks)
+
+
 PLAIN = "INSERT INTO awa.jobs (kind, args) VALUES ('nothing', %s)"
 
 
@@ -240,6 +253,7 @@ PRODUCERS = {
     "held": Mode([(held, 1)], 0.3, "cut"),
     "old": Mode([(with_old_snapshot, 1)], 0.3),
     "delayed": Mode([(delayed, 1)], 0.2, "pooled"),
+    "dependents": Mode([(dependents, 1)], 0.2),
     "two-phase": Mode([(two_phase, 1)], 0.3, "cut", notify=False, prepare=finish_prepared),
     "operator": Mode([(operate, 1)], 0.3, "cut"),
     "reader": Mode([(hold_snapshot, 1)], 3.0),

@@ -747,6 +747,25 @@ BEGIN
     RETURN NEW;
 END $$;
 
+CREATE FUNCTION awa.dependents_v1(p_after bigint, p_limit integer, p_parents integer) RETURNS TABLE(seq bigint, id bigint, parents bigint[])
+    LANGUAGE sql STABLE
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET jit TO 'off'
+    AS $$
+    SELECT t.seq, t.id, t.parents
+      FROM (SELECT w.seq, w.id, w.parents,
+                   sum(cardinality(w.parents)) OVER (ORDER BY w.seq) - cardinality(w.parents) AS before
+              FROM (SELECT w.seq, w.id, coalesce(w.parents, '{}') AS parents
+                      FROM awa.waiting_jobs w
+                     WHERE w.waits_for = 'parent' AND w.seq > p_after
+                     ORDER BY w.seq LIMIT p_limit) w) t
+     WHERE t.before < p_parents
+     ORDER BY t.seq
+$$;
+
 CREATE FUNCTION awa.end_attempts(p_runtime bigint, p_flush bigint, p_claims bigint[], p_slots smallint[], p_nonces integer[], p_idx smallint[], p_outcomes text[], p_delays double precision[], p_elapsed integer[], p_errors text[]) RETURNS integer[]
     LANGUAGE plpgsql
     AS $$
@@ -1632,9 +1651,17 @@ BEGIN
              WHERE u.known
              UNION ALL
             SELECT true, e.id, e.slot, e.queue, e.lane, e.xid, e.entry_id, e.available_at, NULL, NULL
-              FROM awa.newest_entries(v_searched, 8) e
+              FROM awa.newest_entries(v_searched, 2) e
         ), frontier AS MATERIALIZED (
             SELECT q.queue, awa.frontier_of(q.queue) AS frontier FROM (SELECT DISTINCT queue FROM place) q
+        ), passed AS MATERIALIZED (    -- whose claims are to be looked for, half a millisecond each; most are available
+            SELECT p.id, row_number() OVER () <= 50 AS is_looked_for FROM place p
+             WHERE p.claim_id IS NULL AND p.entry_id IS NOT NULL
+               AND CASE WHEN p.lane = 0 THEN true
+                        ELSE awa.has_passed((SELECT f.frontier FROM frontier f WHERE f.queue = p.queue),
+                                            p.lane, p.xid, p.entry_id) END
+               AND NOT EXISTS (SELECT FROM awa.attempt_ends t
+                                WHERE t.slot = p.slot AND t.entry_id = p.entry_id OFFSET 0)
         )
         SELECT p.id,
                CASE WHEN p.entry_id IS NULL THEN 'gone'
@@ -1647,6 +1674,7 @@ BEGIN
                     WHEN EXISTS (SELECT FROM awa.completions x
                                   WHERE x.slot = p.slot AND x.claim_id = c.claim_id AND c.idx = ANY (x.idx) OFFSET 0)
                     THEN 'completed'
+                    WHEN (p.id IN (SELECT s.id FROM passed s WHERE NOT s.is_looked_for)) IS TRUE THEN 'passed'
                     ELSE 'open' END,
                p.slot, p.queue, p.lane, p.xid, p.entry_id, p.available_at, c.claim_id, c.idx
           FROM place p
@@ -1657,10 +1685,7 @@ BEGIN
                UNION ALL
                SELECT t.claim_id, t.idx
                  FROM awa.claim_of(p.slot, p.queue, p.lane, p.xid, p.entry_id, p.available_at) t
-                WHERE p.claim_id IS NULL AND e.outcome IS NULL
-                  AND CASE WHEN p.lane = 0 THEN true    -- else it is available, most of the time
-                           ELSE awa.has_passed((SELECT f.frontier FROM frontier f WHERE f.queue = p.queue),
-                                               p.lane, p.xid, p.entry_id) END) c ON true;
+                WHERE p.claim_id IS NULL AND (p.id IN (SELECT s.id FROM passed s WHERE s.is_looked_for)) IS TRUE) c ON true;
     RETURN QUERY
         SELECT u.id, u.state, NULL::smallint, NULL::text, NULL::smallint, NULL::xid8, NULL::bigint, NULL::timestamptz,
                NULL::bigint, NULL::smallint
@@ -2769,8 +2794,7 @@ BEGIN
                               AND NOT EXISTS (SELECT FROM awa.ended_jobs e WHERE e.id = p));
         EXIT WHEN cardinality(v_unknown) = 0;
         BEGIN
-            v_unknown := ARRAY(SELECT p FROM unnest(v_unknown) p
-                                WHERE NOT EXISTS (SELECT FROM awa.find_job_v2(p)) ORDER BY p);
+            v_unknown := ARRAY(SELECT n.id FROM awa.newest_entries(v_unknown, NULL) n WHERE n.entry_id IS NULL ORDER BY 1);
             RAISE EXCEPTION 'seen' USING ERRCODE = 'AWA09';      -- no lock on the ring is left
         EXCEPTION WHEN SQLSTATE 'AWA09' THEN
             NULL;
@@ -3177,7 +3201,7 @@ CREATE INDEX waiting_jobs_due ON awa.waiting_jobs USING btree (run_at) WHERE (wa
 
 CREATE INDEX waiting_jobs_kind ON awa.waiting_jobs USING btree (queue, wait_key, priority, seq) WHERE (waits_for = 'kind'::text);
 
-CREATE INDEX waiting_jobs_parent ON awa.waiting_jobs USING btree (id) WHERE (waits_for = 'parent'::text);
+CREATE INDEX waiting_jobs_parent ON awa.waiting_jobs USING btree (seq) WHERE (waits_for = 'parent'::text);
 
 CREATE INDEX waiting_jobs_state ON awa.waiting_jobs USING btree (queue, state, id);
 

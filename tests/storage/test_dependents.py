@@ -6,7 +6,8 @@ emptied under it, and locks no job. Letting go holds the rows of the jobs that w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Generator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -335,6 +336,30 @@ def test_one_pass_handles_many_and_asks_for_each_parent_once(
     run_passes(conn, worker, 2)
     assert [state(conn, job) for job in (*jobs[150:], fan_in, wide, wider)] == ["available"] * 53
     assert claim(conn, runtime, limit=500).ids == [*jobs[:150], *sorted([*jobs[150:], fan_in, wide, wider])]
+
+
+def test_what_may_have_ended_is_not_taken_for_looked_at(conn: Conn, worker: Dependents) -> None:
+    """Guard: a parent that was claimed, and whose claim was not looked for yet, is 'passed' and not 'open'.
+
+    Else a segment is emptied of completed parents that somebody still waits for.
+    """
+    runtime = register(conn)
+    parents = insert(conn, *range(120))
+    jobs = [after(conn, [parent]) for parent in parents]
+    assert settle(conn, runtime, claim(conn, runtime, limit=200).members) == []
+    found = dependents.look_at_parents(conn, AWA, parents, {})
+    assert Counter(state for _, state, _ in found) == {"completed": 50, "passed": 70}
+    assert result_of(worker.examine(conn)) == []
+    run_passes(conn, worker, 2)
+    assert [state(conn, job) for job in jobs] == ["available"] * 120
+
+
+def result_of(steps: Generator[None, None, list[int]]) -> list[int]:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return list(end.value)
 
 
 def test_a_worker_of_another_language_may_leave_nonsense_behind(conn: Conn, worker: Dependents) -> None:

@@ -21,6 +21,7 @@ from awa.job import JobState
 from awa.storage import queues
 from awa.storage.jobs import JobRow, insert_jobs
 from awa.storage.keys import sweep_keys
+from awa.worker.maintenance.dependents import Dependents
 from tests.storage.engine import (
     AWA,
     Conn,
@@ -649,3 +650,58 @@ def test_a_function_does_not_change_the_callers_settings(conn: Conn) -> None:
     cancel(conn, insert(conn, 2)[0])
     move(conn, insert(conn, 3)[0], "b")
     assert [scalar(conn, f"SHOW {name}") for name in names] == before
+
+
+def let_go(conn: Conn, runtime: int) -> None:
+    """Twenty jobs that wait for one each are looked at while those are available, running, and completed."""
+    parents = insert(conn, *range(20), queue="parents")
+    conn.execute(
+        "INSERT INTO awa.waiting_jobs (waits_for, queue, kind, parents)"
+        " SELECT 'parent', 'children', 'noop', ARRAY[p] FROM unnest(%s::bigint[]) p",
+        (parents,),
+    )
+    dependents = Dependents(AWA)
+    places = dependents._places
+    dependents._look(conn, dependents._list(conn, 0), float("inf"))
+    assert places.keys() == {*parents}
+    for end in (False, True):
+        members = [] if end else claim(conn, runtime, queue="parents").members
+        yielded = dependents._look(conn, dependents._list(conn, 0), float("inf"))
+        assert (yielded.has_moved, yielded.is_unclear) == (end, False)
+        if not end:
+            settle(conn, runtime, members)
+    settle(conn, runtime, claim(conn, runtime, queue="children").members)
+
+
+@pytest.mark.parametrize("statistics", ["none", "stale"])
+@some_contents
+def test_jobs_that_wait_for_others_are_let_go_by_few_rows(
+    conn: Conn, explained: Explained, content: Content, statistics: str
+) -> None:
+    """Guard: rows are looked up one by one; joined, all that wait or all that was ever claimed may be read.
+
+    But for the search by id, which reads what its index does not summarise.
+    """
+    runtime = register(conn)
+    if statistics == "stale":
+        let_go(conn, runtime)
+        conn.execute("ANALYZE")
+        for _ in range(6):
+            let_go(conn, runtime)
+    content(conn, runtime)
+    conn.execute(
+        f"INSERT INTO awa.waiting_jobs (run_at, queue, kind, unique_key)"
+        f" SELECT now() + interval '1 h', 'q', 'noop', sha256(n::text::bytea) FROM generate_series(1, {LARGE // 10}) n"
+    )
+    let_go(conn, runtime)
+    with explained.watch() as plans:
+        let_go(conn, runtime)
+    search = [plan for plan in plans if "DISTINCT ON (j.id)" in plan.query]
+    assert search
+    ours = ("unnest(p_ids", "frontier AS MATERIALIZED", "held AS MATERIALIZED")
+    few = [plan for plan in plans if plan not in search and any(text in plan.query for text in ours)]
+    assert len(few) >= 6
+    check(few, most_rows=2_000)
+    listed = [plan for plan in plans if "w.waits_for = 'parent' AND w.seq >" in plan.query]
+    assert len(listed) >= 3
+    check(listed, most_rows=200)

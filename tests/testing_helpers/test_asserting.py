@@ -15,6 +15,7 @@ import pytest
 import awa
 from awa import NewJob
 from awa.testing import assert_inserted, assert_not_inserted, inline, list_jobs
+from tests.fixtures.lenders import KINDS
 
 AT = datetime(2030, 1, 1, tzinfo=UTC)
 
@@ -152,6 +153,21 @@ def test_a_transaction_sees_its_own_jobs(client: awa.Client, database: str) -> N
         assert conn.info.transaction_status == psycopg.pq.TransactionStatus.INTRANS
         conn.rollback()
         assert_not_inserted(conn, plain.bind(7))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_transaction_of_whatever_can_be_lent_is_asked(client: awa.Client, database: str, kind: str) -> None:
+    """Guards reading through a Session, Django's connection or psycopg2, with types and rows of its owner's."""
+    with KINDS[kind](database) as lender:
+        lender.execute("SET timezone = 'Asia/Kathmandu'")
+        job = client.insert(
+            {"n": 2**60, "ä": "€"}, kind="k", conn=lender.conn, run_at=AT, tags=["x"], metadata={"m": [1.5]}
+        )
+        [found] = assert_inserted(lender.conn, "k", args={"ä": "€"}, run_at=AT, tags=["x"], metadata={"m": [1.5]})
+        assert (found.id, found.args, found.state) == (job.id, {"n": 2**60, "ä": "€"}, "scheduled")
+        assert_not_inserted(client, "k")
+        lender.commit()
+    assert list_jobs(client) == [found] == [job.get()]
 
 
 def test_what_cannot_be_meant_is_refused(either: awa.Client) -> None:

@@ -83,7 +83,14 @@ def private_servers() -> set[Path]:
 
 
 def test_a_project_with_three_lines(project: Path, run: Run, server: Server) -> None:
-    """Guards the way that the README shows: each test has the client on a database of its own, and no other is used."""
+    """Guards the way that the README shows: each test has the client on a database of its own, and no other is used.
+
+    And the message about a client whose schema is another: it says which fixture to override.
+    """
+    other = """
+    other = client_fixture(awa.Client(schema="jobs"))
+    """
+    write(project, "conftest.py", "    import awa" + CONFTEST + other)
     write(
         project,
         "test_app.py",
@@ -112,25 +119,31 @@ def test_a_project_with_three_lines(project: Path, run: Run, server: Server) -> 
             import app, awa
             with pytest.raises(awa.DatabaseNotFound, match="nonexistent"):
                 app.sign_up("x")
+
+
+        def test_other(other): ...
         """,
     )
     said = run("-m", "pytest", "-q", code=1, AWA_TEST_DATABASE_URL=server.url("postgres"))
-    assert "1 failed, 3 passed" in said
+    assert "1 failed, 3 passed, 1 error" in said
+    assert "override the fixture awa_schema" in said
     assert 'E         1 send_welcome {"address":"eve@example.org"} available' in said
     with psycopg.connect(server.url("postgres")) as conn:
         left = conn.execute("SELECT datname FROM pg_database WHERE datname LIKE 'awa_test%'").fetchall()
     assert left == []
 
 
-@pytest.mark.parametrize(("page", "many"), [("README.md", 1), ("docs/testing.md", 2)])
-def test_the_tests_in_the_documentation_pass(project: Path, run: Run, server: Server, page: str, many: int) -> None:
+def test_the_tests_in_the_documentation_pass(project: Path, run: Run, server: Server) -> None:
     """Guards what a new user types first; the pages' other blocks are run elsewhere."""
     (project / "conftest.py").unlink()
-    for block in read_blocks(ROOT / page):
-        if block.file_name:
-            write(project, block.file_name, block.text)
+    (project / "app.py").unlink()
+    for name, page in (("first", "README.md"), ("second", "docs/testing.md")):
+        (project / name).mkdir()
+        for block in read_blocks(ROOT / page):
+            if block.file_name:
+                write(project / name, block.file_name, block.text)
     said = run("-m", "pytest", "-q", AWA_TEST_DATABASE_URL=server.url("postgres"))
-    assert f"{many} passed" in said
+    assert "3 passed" in said
 
 
 def test_the_plugin_costs_nothing_unused() -> None:
@@ -197,14 +210,6 @@ def test_each_worker_of_xdist_has_a_server(project: Path, run: Run) -> None:
     said = run("-m", "pytest", "-q", "-n", "2")
     assert "4 passed" in said
     assert len(list(project.glob("gw*"))) == 2
-
-
-def test_a_client_of_another_schema_is_told(project: Path, run: Run, server: Server) -> None:
-    """Guards the message that says which fixture to override."""
-    write(project, "app.py", APP.replace('dbname=production"', 'dbname=production", schema="jobs"'))
-    write(project, "test_app.py", "def test_it(queue): ...\n")
-    said = run("-m", "pytest", "-q", code=1, AWA_TEST_DATABASE_URL=server.url("postgres"))
-    assert "override the fixture awa_schema" in said
 
 
 UNITTEST = """

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 
 import awa
 from awa import NewJob
-from awa.testing import Book, inline
+from awa.testing import Book, advance, inline, run_all
 
 
 @pytest.fixture
@@ -117,6 +119,106 @@ def test_what_needs_a_database_says_so(nowhere: awa.Client, database: str) -> No
             nowhere.insert_many_copy([work.bind(3)], conn=conn)
             assert conn.info.transaction_status == psycopg.pq.TransactionStatus.IDLE
         assert [(job.args["n"], job.state) for job in book.jobs] == [(n, "completed") for n in (1, 2, 3)]
+
+
+def test_what_follows_runs_at_once_too(nowhere: awa.Client) -> None:
+    """Guards follow-ups, jobs that waited for others, and results, where the job they depend on has just run."""
+    ran: list[str] = []
+
+    @nowhere.task(keep_result=True)
+    def work(name: str, how: str = "") -> Any:
+        ran.append(name)
+        if how == "cancel":
+            return awa.Cancel()
+        return {"name": name}
+
+    with inline(nowhere):
+        late = nowhere.insert(work.bind("late"), delay=60)
+        nowhere.insert(work.bind("after late"), after=late, on_completed=work.bind("last"))
+        nowhere.insert(work.bind("first"), on_completed=NewJob(work.bind("second"), on_completed=work.bind("third")))
+        assert ran == ["first", "second", "third"]
+        cancelled = nowhere.insert(work.bind("no", "cancel"), on_cancelled=work.bind("shrug"))
+        nowhere.insert(work.bind("all the same"), after=cancelled, after_failed="run")
+        assert ran[3:] == ["no", "shrug", "all the same"]
+        with pytest.raises(awa.JobFailed):
+            cancelled.result()
+        with pytest.raises(TimeoutError, match="run_all"):
+            late.result(timeout=60)
+        nowhere.cancel(nowhere.insert(work.bind("never"), delay=5, on_cancelled=work.bind("told")).id)
+        assert ran[6:] == ["told"]
+        assert advance(nowhere, minutes=1) == 1
+        assert [one.args["name"] for one in run_all(nowhere)] == ["late", "after late", "last"]
+        assert late.result() == {"name": "late"}
+
+
+def test_a_unique_job_runs_once(nowhere: awa.Client) -> None:
+    """Guards that an equal job does not run again, and that one that replaced what a job is about does."""
+    ran: list[str] = []
+
+    @nowhere.task(unique=awa.Unique(by_args=["n"]))
+    def work(n: int, text: str) -> None:
+        ran.append(text)
+
+    with inline(nowhere) as book:
+        first = nowhere.insert(work.bind(1, "a"))
+        again = nowhere.insert(work.bind(1, "b"))
+        assert (again.id, first.is_new, again.is_new, ran) == (first.id, True, False, ["a"])
+        replacing = awa.Unique(by_args=["n"], on_conflict="replace")
+        waits = nowhere.insert(work.bind(2, "c"), delay=60)
+        assert nowhere.insert(work.bind(2, "d"), unique=replacing).id == waits.id
+        assert ran == ["a", "d"]
+        with pytest.raises(awa.UniqueConflict) as refused:
+            nowhere.insert_many(
+                [work.bind(3, "x"), NewJob(work.bind(1, "y"), unique=awa.Unique(by_args=["n"], on_conflict="raise"))]
+            )
+        assert refused.value.existing_id == first.id and len(book.jobs) == 2
+
+
+def test_asynchronous_inserts_run_in_their_thread(nowhere: awa.Client) -> None:
+    """Guards the methods for asyncio: the job has run when the await is over."""
+    threads: list[int] = []
+
+    @nowhere.task()
+    def work() -> None:
+        threads.append(threading.get_ident())
+
+    async def insert() -> None:
+        await nowhere.insert_async(work.bind())
+        await nowhere.insert_many_async([work.bind()])
+        assert await nowhere.insert_many_copy_async([work.bind()]) == 1
+        with pytest.raises(awa.ConfigError, match="async"):
+            await nowhere.insert_async(work.bind(), conn="no connection")  # type: ignore[arg-type]
+
+    with inline(nowhere) as book:
+        asyncio.run(insert())
+    assert [job.state for job in book.jobs] == ["completed"] * 3
+    assert threads == [threading.get_ident()] * 3
+
+
+def test_a_handlers_transaction_is_of_the_clients_own_database(database: str) -> None:
+    """Guards job.transaction(): what it writes is committed, or rolled back with the attempt's failure."""
+    client = awa.Client(database)
+
+    @client.task(keep_result=True)
+    def work(n: int) -> int:
+        job = awa.current_job()
+        with job.transaction() as conn:
+            conn.execute("INSERT INTO done VALUES (%s)", [n])
+            job.complete(conn, result=n + 1)
+            if n == 2:
+                raise KeyError(n)
+        return 0
+
+    with client.connection() as conn:
+        conn.execute("CREATE TABLE done (n int)")
+    with inline(client, raises=False) as book:
+        inserted = client.insert_many([work.bind(1), work.bind(2)])
+        assert [job.state for job in book.jobs] == ["completed", "retryable"]
+        assert inserted[0].result() == 2
+    with client.connection() as conn:
+        assert conn.execute("SELECT n FROM done").fetchall() == [(1,)]
+        assert conn.execute("SELECT count(*) FROM awa.jobs").fetchall() == [(0,)]
+    client.close()
 
 
 def test_running_can_wait(nowhere: awa.Client) -> None:

@@ -1,14 +1,15 @@
 """Chore: let jobs go that wait for other jobs, when those have ended.
 
-A pass walks over the jobs that wait, in windows by id. Of each window's parents it asks what has become of them, in one
+A pass walks over the jobs that wait, in windows. Of each window's parents it asks what has become of them, in one
 statement, then lets go who waited for nothing else. Where a parent was found is kept for the next pass: to search for a
 job by its id costs much more than to look at its entry again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from time import monotonic
+from typing import NamedTuple
 
 from psycopg import Connection
 
@@ -16,10 +17,10 @@ from awa.storage import dependents
 from awa.storage.dependents import Dependent, Place
 from awa.storage.schema import Schema
 
-WINDOW = 500
+WINDOW = 200
 """Most jobs of a window."""
 
-PARENTS = 2_000
+PARENTS = 400
 """Of how many parents a window is full."""
 
 BUDGET = 0.05
@@ -27,6 +28,9 @@ BUDGET = 0.05
 
 PACE = 10
 """Looking that finds nothing to do is followed by a pause of so many times what it cost."""
+
+SEARCHING = 0.3
+"""Which part of a search for parents counts as such looking: it is done once, and somebody may wait for it."""
 
 SHORTEST_PAUSE = 0.02
 """Seconds to the next pass when this one found something: in a chain of short jobs the next is ready then. As long as
@@ -42,6 +46,17 @@ KEPT = 100_000
 """Places that are kept; more than these are forgotten all at once."""
 
 
+class Looked(NamedTuple):
+    """What came of looking at a window."""
+
+    has_moved: bool = False
+    """Somebody was let go, or waits for less."""
+    is_unclear: bool = False
+    """Some parents have not been found yet."""
+    waiting: Sequence[int] = ()
+    """Who waits on for jobs that were all seen not to have ended."""
+
+
 class Dependents:
     """Walks over the jobs that wait for others, again and again."""
 
@@ -52,7 +67,7 @@ class Dependents:
         self._schema = schema
         self._places: dict[int, Place] = {}
         self._reached = 0
-        """The last job that this pass has looked at; 0 at its beginning."""
+        """The ``seq`` of the last job that this pass has looked at; 0 at its beginning."""
         self._has_moved = False
         """Something has happened in this pass."""
         self._pause = LONGEST_PAUSE
@@ -70,12 +85,12 @@ class Dependents:
             if not window and not self._reached:
                 self._places.clear()
                 return IDLE
-            if window and self._look(conn, window, began + BUDGET)[0]:
-                self._has_moved = True
-            else:
-                idle += monotonic() - window_began
-            self._reached = window[-1][0] if window else 0
-            if len(window) < WINDOW and sum(len(parents) for _, parents in window) < PARENTS:
+            looked = self._look(conn, window, began + BUDGET) if window else Looked()
+            self._has_moved |= looked.has_moved or looked.is_unclear
+            if not looked.has_moved:
+                idle += (monotonic() - window_began) * (SEARCHING if looked.is_unclear else 1.0)
+            self._reached = window[-1].seq if window else 0
+            if len(window) < WINDOW and sum(len(job.parents) for job in window) < PARENTS:
                 self._reached = 0
             if not self._reached:
                 self._pause = SHORTEST_PAUSE if self._has_moved else min(2 * self._pause, LONGEST_PAUSE)
@@ -96,17 +111,17 @@ class Dependents:
         reached = 0
         while window := self._list(conn, reached):
             yield
-            examined += self._look(conn, window, float("inf"))[1]
+            examined += self._look(conn, window, float("inf")).waiting
             yield
-            reached = window[-1][0]
+            reached = window[-1].seq
         return examined
 
     def _list(self, conn: Connection, after: int) -> list[Dependent]:
         return dependents.list_dependents(conn, self._schema, after=after, limit=WINDOW, parents=PARENTS)
 
-    def _look(self, conn: Connection, window: list[Dependent], until: float) -> tuple[bool, list[int]]:
-        """Let go who can; whether anything happened, and who was looked at and waits on."""
-        parents = sorted({parent for _, parents in window for parent in parents})
+    def _look(self, conn: Connection, window: list[Dependent], until: float) -> Looked:
+        """See what has become of the parents of *window*, and let go who can."""
+        parents = sorted({parent for job in window for parent in job.parents})
         states: dict[int, str] = {}
         unclear = set(parents)
         for parent, state, place in dependents.look_at_parents(conn, self._schema, parents, self._places):
@@ -114,16 +129,16 @@ class Dependents:
                 self._places.pop(parent, None)
             else:
                 self._places[parent] = place
-            if state is not None:
+            if state is not None and state != "passed":
                 unclear.discard(parent)
-            if state not in (None, "waiting", "open"):
-                states[parent] = str(state)
+                if state not in ("waiting", "open"):
+                    states[parent] = state
         if len(self._places) > KEPT:
             self._places.clear()
-        waiting = dict(window)
-        has_moved = bool(unclear)
+        waiting = {job.id: job.parents for job in window}
+        has_moved = False
         skipped: set[int] = set()
-        ready = [job for job, parents in window if not parents or not states.keys().isdisjoint(parents)]
+        ready = [job.id for job in window if not job.parents or not states.keys().isdisjoint(job.parents)]
         while ready:
             done = dependents.resolve(conn, self._schema, ready, states)
             has_moved |= len(done.skipped) < len(ready)
@@ -136,4 +151,4 @@ class Dependents:
                 break
             ready = [job for job, parents in waiting.items() if not states.keys().isdisjoint(parents)]
         left = [job for job, parents in waiting.items() if job not in skipped and unclear.isdisjoint(parents)]
-        return has_moved, left
+        return Looked(has_moved, bool(unclear), left)
