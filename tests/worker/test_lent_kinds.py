@@ -228,6 +228,31 @@ def test_unique_jobs_and_their_conflicts(client: awa.Client, conn: Conn, databas
     assert written(conn) == 1
 
 
+@kinds
+def test_jobs_that_have_to_do_with_others(client: awa.Client, conn: Conn, database: str, kind: str) -> None:
+    """Guard: as before, for what follows a job and what it waits for; a parent of the same transaction is found."""
+    with KINDS[kind](database) as lender:
+        for encoding in ("UTF8", "LATIN1"):
+            lender.execute(f"SET client_encoding = '{encoding}'")
+            follow = NewJob({"ž": 1}, kind="next", tags=["ž"])
+            parent = client.insert(
+                {"n": 1}, kind="k", on_completed=follow, on_failed=[follow, follow], conn=lender.conn
+            )
+            unique = client.insert({}, kind="u", unique=UNIQUE[0], on_cancelled=follow, conn=lender.conn)
+            child = client.insert({}, kind="k", after=parent, after_failed="run", conn=lender.conn)
+            after = [NewJob({}, kind="k", after=[parent, unique]), NewJob({}, kind="k", on_failed=follow)]
+            found = client.insert_many(after, conn=lender.conn)
+            assert all(one.is_new for one in (parent, unique, child, *found))
+            with pytest.raises(awa.JobNotFound, match=r"items\[1\]"):
+                client.insert_many([NewJob({}, kind="k"), NewJob({}, kind="k", after=10**15)], conn=lender.conn)
+            lender.commit()
+            assert [client.get(one.id).state for one in (parent, child)] == ["available", "scheduled"]
+            client.cancel(unique.id)
+            stored = conn.execute("SELECT args, tags FROM awa.jobs WHERE kind = 'next'").fetchall()
+            assert stored == [({"ž": 1}, ["ž"])], encoding
+            conn.execute("DELETE FROM awa.jobs WHERE kind = 'next'")
+
+
 # --- what the libraries have of their own
 
 
@@ -523,15 +548,16 @@ def test_a_handler_completes_its_job_in_any_of_them(
     conn.execute("CREATE TABLE mine (n int)")
     refused: list[BaseException] = []
 
-    @client.task()
-    def work() -> None:
+    @client.task(keep_result=True, max_attempts=1)
+    def work() -> dict[str, str]:
         job = awa.current_job()
         with KINDS[kind](database) as lender:
+            lender.execute("SET client_encoding = 'LATIN1'")
             lender.execute("INSERT INTO mine VALUES (1)")
-            job.complete(lender.conn)
+            job.complete(lender.conn, result={"ž": "漢字"})
             lender.commit()
             try:
-                job.complete(lender.conn)
+                job.complete(lender.conn, result={})
             except awa.StaleAttempt as error:
                 refused.append(error)
             lender.rollback()
@@ -539,6 +565,7 @@ def test_a_handler_completes_its_job_in_any_of_them(
 
     start_worker(client)
     job = client.insert(work.bind())
+    assert client.result(job.id, timeout=30) == {"ž": "漢字"}
     assert ended(client, job, timeout=30).state == "completed"
-    wait_until(lambda: len(refused) == 1, timeout=30)
+    wait_until(lambda: len(refused) == 1, timeout=15)
     assert mine(conn) == 1
