@@ -589,6 +589,8 @@ def test_the_commands_know_the_database_and_the_settings_of_the_app(
     assert run("health")[0] == 2
     app.config["AWA_PROCESSES"] = 2
     assert "cannot all listen" in run("worker")[1]
+    app.config["AWA_EAGER"] = True
+    assert "app.config['AWA_EAGER'] is on" in run("worker")[1]
     app.config["AWA_THREAD"] = 2
     code, text = run("health")
     assert (code, "'AWA_THREADS'" in text) == (78, True)
