@@ -36,6 +36,7 @@ from awa.embedded import Server, find_binaries
 from awa.errors import AwaError, ConfigError, DatabaseNotFound
 from awa.storage.migrate import migrate
 from awa.storage.schema import Schema
+from awa.testing.inline import check_client
 
 VARIABLE = "AWA_TEST_DATABASE_URL"
 
@@ -83,8 +84,7 @@ def connected(client: Client, url: str) -> Iterator[Client]:
 
     Its connections are closed at the beginning and at the end.
     """
-    if not isinstance(client, Client):
-        raise ConfigError(f"connected takes an awa.Client, got {type(client).__name__}")
+    check_client(client)
     if not isinstance(url, str) or find_database(url, {}) is None:
         raise ConfigError(f"connected takes the address of a database, got {type(url).__name__}")
     before = client._database

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from awa.client import Client
 from awa.errors import ConfigError
 from awa.testing.databases import connected
+from awa.testing.inline import check_client
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,8 +25,7 @@ def client_fixture(client: Client) -> Callable[..., Any]:
     """
     import pytest
 
-    if not isinstance(client, Client):
-        raise ConfigError(f"client_fixture takes an awa.Client, got {type(client).__name__}")
+    check_client(client)
 
     @pytest.fixture
     def connected_client(awa_database: str, awa_schema: str) -> Iterator[Client]:

@@ -56,7 +56,9 @@ def inline(client: Client, *, run: bool = True, raises: bool = True, after_commi
 
     Raises:
         AwaError: Handlers insert within each other more than 30 deep.
+        ConfigError: *client* is none.
     """
+    check_client(client)
     book = Book()
     desk = _Desk(client, book, raises=raises, run=run, after_commit=after_commit)
     producer = client._producer
@@ -80,6 +82,19 @@ def inline(client: Client, *, run: bool = True, raises: bool = True, after_commi
         for name in shadows:
             its.pop(name, None)
         its.update(before)
+
+
+def check_client(client: object) -> None:
+    """Return when *client* is one.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    if not isinstance(client, Client):
+        raise ConfigError(
+            f"client must be an awa.Client, got a {type(client).__name__}: give the client itself; that of a Flask app "
+            "is queue.client, inside its context"
+        )
 
 
 def book_of(client: Client) -> Book | None:

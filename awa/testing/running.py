@@ -24,7 +24,7 @@ from awa.storage.line import Line, Wanted
 from awa.storage.migrate import check_schema
 from awa.testing.book import Book
 from awa.testing.here import Ending, handlers_of, passes_on, run_here
-from awa.testing.inline import book_of, run_booked
+from awa.testing.inline import book_of, check_client, run_booked
 from awa.version import VERSION
 from awa.worker.claimer import PASSING
 from awa.worker.identity import Identity
@@ -89,10 +89,12 @@ def run_all(
     Raises:
         AwaError: 10,000 attempts were run, and there was more to do; or another process holds a queue, or a handler
             completed its job in a transaction that is still open.
+        ConfigError: *client* is none.
         ValidationError: *queue*, *kind* or *limit* can be none.
         UnknownKind: *kind* has no handler.
         SchemaNotMigrated: The database has no awa tables.
     """
+    check_client(client)
     if limit is not None:
         limit = options.check_limit(limit, MOST)
     if queue is not None:
@@ -165,8 +167,9 @@ def advance(
         How many jobs became available; :func:`run_all` runs them.
 
     Raises:
-        ConfigError: No time would pass, or it would go back.
+        ConfigError: No time would pass, or it would go back; or *client* is none.
     """
+    check_client(client)
     by = (step or timedelta()) + timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
     if by <= timedelta():
         raise ConfigError(f"advance by {by} is no step forward: give more than 0, for example hours=2")

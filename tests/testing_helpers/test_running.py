@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import psycopg
 import pytest
 
 import awa
-from awa.testing import advance, assert_inserted, inline, run_all, run_one
+from awa.testing import advance, assert_inserted, client_fixture, connected, inline, run_all, run_one
 from awa.testing import running as running_module
 from tests.fixtures.db import wait_until
 from tests.fixtures.jobs import StartWorker, count, count_available, count_running
@@ -122,6 +123,11 @@ def test_what_cannot_be_meant_is_refused(client: awa.Client, database: str) -> N
     @other.task()
     def elsewhere() -> None: ...
 
+    helpers: list[Callable[[Any], Any]] = [run_all, run_one, client_fixture, lambda it: advance(it, hours=1)]
+    helpers += [lambda it: inline(it).__enter__(), lambda it: connected(it, database).__enter__()]
+    for helper in helpers:
+        with pytest.raises(awa.ConfigError, match=r"must be an awa\.Client, got a str"):
+            helper("app:client")
     with pytest.raises(awa.UnknownKind, match="'nobody'"):
         run_all(client, kind="nobody")
     with pytest.raises(awa.UnknownKind, match="elsewhere"):
