@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, TypedDict
 import orjson
 from psycopg import AsyncConnection, Connection
 
-from awa import options
+from awa import options, trace
 from awa._core import dump_json
 from awa.args import codec_for
 from awa.errors import ConfigError, ValidationError
@@ -168,6 +168,21 @@ def prepare(item: object, registry: Registry, defaults: Defaults, depth: int = 0
         ValidationError: Its args or an option cannot be stored; nothing was sent to the database.
         ConfigError: Nothing says which kind it is.
     """
+    row = _settled(item, registry, defaults, depth)
+    return _traced(row) if trace.is_active() else row
+
+
+def _traced(row: JobRow) -> JobRow:
+    """*row* with the trace context of now in its metadata, unless that has one."""
+    context = trace.trace_context()
+    if not context:
+        return row
+    given = {} if row.metadata is None else orjson.loads(row.metadata)
+    return row if "traceparent" in given else row._replace(metadata=orjson.dumps(given | context))
+
+
+def _settled(item: object, registry: Registry, defaults: Defaults, depth: int) -> JobRow:
+    """*item* validated, with what the call, its task, the client and the defaults say."""
     if not isinstance(item, NewJob):
         if type(item) is BoundArgs:  # the same as _body does, without the way there
             task: Task[..., Any] | None = item.task
