@@ -158,7 +158,7 @@ def test_a_fleet_with_the_least_rights_does_everything(
     client = installed.client("worker")
     declare(client)
     web = installed.client("producer")
-    start_worker(client, poll_interval=30, completed_retention=0, rotate_after=0.3, heartbeat=0.2, stale_after=5)
+    start_worker(client, poll_interval=30, completed_retention=0, rotate_after=1.0, heartbeat=0.2, stale_after=5)
 
     whats = ("plain", "retry", "fail", "complete", "snooze", "cancel", "insert", "x" * 200_000)
     jobs = [web.insert({"what": what}, kind="work") for what in whats]
