@@ -40,7 +40,7 @@ from tests.storage.engine import (
     settle,
 )
 
-LARGE = 200_000
+LARGE = 60_000
 
 SEGMENTED = re.compile(r"(jobs|claims|completions|attempt_ends)(_\d)?|waiting_jobs|ended_jobs")
 
