@@ -337,7 +337,8 @@ BEGIN
     END IF;
 
     SELECT array_agg(i.id ORDER BY i.n), array_agg(i.run_at ORDER BY i.n) INTO v_ids, v_run_ats
-      FROM (SELECT i.n, nextval('awa.entry_id_seq') AS id, CASE WHEN i.run_at > clock_timestamp() THEN i.run_at END AS run_at
+      FROM (SELECT i.n, nextval('awa.entry_id_seq') AS id,
+                   CASE WHEN i.run_at > clock_timestamp() THEN i.run_at END AS run_at
               FROM (SELECT i.n, coalesce(i.run_at::timestamptz, clock_timestamp() + i.delay * interval '1 s') AS run_at
                       FROM unnest(p_run_ats, p_delays) WITH ORDINALITY AS i(run_at, delay, n) ORDER BY i.n) i) i;
     v_holders := v_ids;
@@ -367,7 +368,8 @@ BEGIN
                   WHERE i.holder <> i.id AND i.mode = 'raise' ORDER BY i.n;
     IF FOUND THEN
         IF t.is_taken THEN        -- of this batch alone, so nothing was given back
-            DELETE FROM awa.job_uniques u WHERE u.id = ANY (v_ids) AND u.key = ANY (ARRAY(SELECT k.key FROM unnest(v_rows) k));
+            DELETE FROM awa.job_uniques u
+             WHERE u.id = ANY (v_ids) AND u.key = ANY (ARRAY(SELECT k.key FROM unnest(v_rows) k));
         END IF;
         RETURN;
     END IF;
@@ -404,7 +406,8 @@ BEGIN
     END IF;
 
     IF 'replace' = ANY (p_on_conflict) THEN
-        FOR r IN SELECT i.n FROM unnest(v_ids, v_holders, p_keys, p_on_conflict) WITH ORDINALITY AS i(id, holder, key, mode, n)
+        FOR r IN SELECT i.n FROM unnest(v_ids, v_holders, p_keys, p_on_conflict) WITH ORDINALITY
+                                 AS i(id, holder, key, mode, n)
                   WHERE i.mode = 'replace' AND i.holder <> i.id ORDER BY i.key, i.n
         LOOP
             PERFORM awa.replace_waiting(v_holders[r.n], p_queues[r.n], p_priorities[r.n], p_kinds[r.n], p_args[r.n]::json,
@@ -469,7 +472,8 @@ BEGIN
                 format('p_max_attempts is 1 to 1000, not %s', coalesce(p_max_attempts::text, 'NULL'))
             WHEN p_timeout_ms < 0 THEN format('p_timeout_ms is 0, which means no limit, or more, not %s', p_timeout_ms)
             WHEN p_run_at IS NOT NULL AND p_delay IS NOT NULL THEN 'p_run_at and p_delay exclude each other: give one'
-            WHEN p_run_at IS NOT NULL AND (NOT isfinite(p_run_at) OR p_run_at < '1970-01-01Z' OR p_run_at >= '10000-01-01Z') THEN
+            WHEN p_run_at IS NOT NULL
+                 AND (NOT isfinite(p_run_at) OR p_run_at < '1970-01-01Z' OR p_run_at >= '10000-01-01Z') THEN
                 format('p_run_at is within the years 1970 to 9999, not %s', p_run_at)
             WHEN p_delay IS NOT NULL AND NOT (p_delay >= '0' AND p_delay <= '3650 days') THEN
                 format('p_delay is from 0 to 3650 days, not %s', p_delay)

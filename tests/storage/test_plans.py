@@ -19,6 +19,8 @@ import pytest
 from awa.admin import Admin
 from awa.job import JobState
 from awa.storage import queues
+from awa.storage.jobs import JobRow, insert_jobs
+from awa.storage.keys import sweep_keys
 from awa.worker.maintenance.dependents import Dependents
 from tests.storage.engine import (
     AWA,
@@ -42,7 +44,7 @@ from tests.storage.engine import (
 
 LARGE = 60_000
 
-SEGMENTED = re.compile(r"(jobs|claims|completions|attempt_ends)(_\d)?|waiting_jobs|ended_jobs")
+SEGMENTED = re.compile(r"(jobs|claims|completions|attempt_ends)(_\d)?|waiting_jobs|ended_jobs|job_uniques")
 
 CALL = re.compile(r"awa\.\w+_v\d+\(")
 
@@ -592,6 +594,49 @@ def test_counts_stop_at_their_limit(
     if content is many_claims:
         assert {state for state in JobState if not counts[state].is_exact} == {"scheduled", "completed", "failed"}
         assert (counts[JobState.RUNNING].value, counts[JobState.RETRYABLE].value) == (80, 1)
+
+
+@pytest.mark.parametrize("statistics, content", [("none", nothing), ("none", one_queue), ("stale", one_queue)])
+def test_a_key_costs_a_few_rows(conn: Conn, explained: Explained, content: Content, statistics: str) -> None:
+    """Guard: keys are found by their index, the holder where the key says, and promotion and sweep by key."""
+
+    def unique(conn: Conn, runtime: int) -> None:
+        content(conn, runtime)
+        conn.execute(
+            """INSERT INTO awa.job_uniques (key, id, slot, lane, xid, entry_id, queue)
+               SELECT int8send(0) || int8send(row_number() OVER (ORDER BY j.id)), j.id, j.slot, j.lane, j.xid,
+                      j.entry_id, j.queue
+                 FROM awa.jobs j LEFT JOIN awa.job_uniques u USING (id) WHERE u.id IS NULL AND j.queue = 'q'"""
+        )
+
+    put_keys(conn, -1)
+    prepare(conn, statistics, unique)
+    for n in range(10):
+        put_keys(conn, 3 * n + 2)
+        put_keys(conn, *range(n, 90, 10), LARGE + n)
+    with explained.watch() as plans:
+        assert put_keys(conn, 3) == [False]
+        assert put_keys(conn, 2 * LARGE) == [True]
+        assert put_keys(conn, 5, 3 * LARGE, 4, 3 * LARGE + 1) == [False, True, False, True]
+    check(plans, most_rows=20)
+    with explained.watch() as plans:
+        assert sweep_keys(conn, AWA, after=b"", limit=50, seconds=1.0)[1] == 0
+    check(plans, most_rows=300)  # each row, its place in two scans, and what the two lists throw away
+    conn.execute("UPDATE awa.waiting_jobs SET run_at = now() WHERE waits_for = 'time'")
+    insert_jobs(conn, AWA, [unique_row(4 * LARGE, 3600.0)], notify=False)
+    conn.execute("UPDATE awa.waiting_jobs SET run_at = now() WHERE kind = 'unique'")
+    with explained.watch() as plans:
+        assert promote(conn, limit=1) == 1
+    check(plans, most_rows=10)
+
+
+def unique_row(n: int, delay: float | None = None) -> JobRow:
+    key = (n + 1).to_bytes(16)
+    return JobRow("q", "unique", b"{}", 2, 25, delay=delay, unique=key, on_conflict="return")
+
+
+def put_keys(conn: Conn, *numbers: int) -> list[bool]:
+    return [one.is_new for one in insert_jobs(conn, AWA, [unique_row(n) for n in numbers], notify=False)]
 
 
 def test_a_function_does_not_change_the_callers_settings(conn: Conn) -> None:

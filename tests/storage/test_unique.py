@@ -15,8 +15,11 @@ import pytest
 from awa.errors import JobNotFound, UniqueConflict
 from awa.job import JobState
 from awa.storage import control, jobs
+from awa.storage.check import check_storage
 from awa.storage.jobs import JobRow, Written
 from awa.storage.keys import sweep_keys
+from awa.storage.trust import check_origin
+from tests.fixtures.db import wait_until
 from tests.storage.engine import (
     AWA,
     Background,
@@ -109,7 +112,7 @@ def test_a_batch_answers_in_the_callers_order_though_keys_are_taken_in_theirs(co
 def test_raise_undoes_the_whole_batch_and_leaves_a_lent_transaction_usable(
     conn: Conn, other: Conn, isolation: str
 ) -> None:
-    """Guard: the keys of a batch are taken in a subtransaction that is rolled back; no exception reaches the caller's."""
+    """Guard: the keys of a batch are taken in a subtransaction that is rolled back; no exception reaches the caller."""
     first, second, third = keys(3)
     held = put(conn, second)
     with transaction(other, isolation):
@@ -229,8 +232,8 @@ Live = Callable[[Conn, int], None]
 
 @pytest.mark.parametrize("live", KEEPS, ids=lambda live: live.__name__)
 def test_a_job_keeps_its_key_wherever_it_goes(conn: Conn, live: Live) -> None:
-    """Guard: the search by id, behind the look at the first entry; unique_key travels with the job; and the sweep sees the
-    same as the insert."""
+    """Guard: the search by id, behind the look at the first entry; unique_key travels with the job; and the sweep sees
+    the same as the insert."""
     first = put(conn)
     live(conn, register(conn))
     assert put(conn) == (first.id, False)
@@ -292,6 +295,24 @@ def test_the_sweep_walks_in_steps_and_leaves_what_is_locked(conn: Conn, other: C
         assert sweep_keys(conn, AWA, after=all_keys[2], limit=3, seconds=1.0) == (all_keys[4], 1)
         assert sweep_keys(conn, AWA, after=all_keys[4], limit=3, seconds=1.0) == (None, 0)
         assert [rows_of(conn, key) for key in all_keys] == [0, 1, 0, 0, 1]
+
+
+def test_storage_check_counts_what_is_left_over(conn: Conn) -> None:
+    """Guard: a key is loose when its job is in none of the three places, or ended out of the key's states."""
+    check_origin(conn, AWA)
+    runtime = register(conn)
+    waits, runs, fails, done = keys(4)
+    put(conn, waits, delay=60.0)
+    put_many(conn, row(fails), row(runs), row(done))
+    members = claim(conn, runtime).members
+    settle(conn, runtime, [members[2]], [Outcome(members[0], "failed")])
+    conn.execute("DELETE FROM awa.job_uniques WHERE key = %s", (fails,))
+    report = check_storage(conn, AWA)
+    assert (report.loose_keys, report.is_sound) == (0, True)
+    conn.execute("INSERT INTO awa.job_uniques (key, id) VALUES (%s, %s)", (fails, members[0].id))
+    left_by(conn)
+    report = check_storage(conn, AWA)
+    assert (report.loose_keys, report.is_sound) == (2, True)
 
 
 # --- replace
@@ -363,8 +384,8 @@ def test_replace_of_a_dependent_keeps_what_it_waits_for(conn: Conn) -> None:
 
 
 def test_a_taker_waits_for_an_open_holder_and_returns_its_job(conn: Conn, other: Conn, third: Conn) -> None:
-    """Guard: INSERT ... ON CONFLICT waits for the transaction that inserted the key (a look first would see nothing), and
-    the holder is read in a statement that starts after that.
+    """Guard: INSERT ... ON CONFLICT waits for the transaction that inserted the key (a look first would see nothing),
+    and the holder is read in a statement that starts after that.
 
     Locks: the holder has its transaction's lock and the key's index entry. The taker's first look sees no row; its
     insert meets the entry and waits on the transaction's lock; its next statement's snapshot sees the committed job.
@@ -414,13 +435,12 @@ def test_a_job_that_was_held_is_returned_without_waiting_for_whoever_took_part(c
         assert put_many(other, row(), row(os.urandom(16)))[0] == (first.id, False)
         conn.execute("SET lock_timeout = '10s'")
         assert put(conn) == (first.id, False)
-        assert scalar(conn, "SELECT count(*) FROM (SELECT FROM awa.job_uniques WHERE key = %s FOR UPDATE SKIP LOCKED) r",
-                      KEY) == 1  # fmt: skip
+        conn.execute("SELECT FROM awa.job_uniques WHERE key = %s FOR UPDATE NOWAIT", (KEY,))
 
 
 def test_no_lock_on_the_ring_is_left_in_a_lent_transaction(conn: Conn, other: Conn) -> None:
-    """Guard: the look into the ring is in a subtransaction that is rolled back; else no segment could be emptied until the
-    caller commits, in READ COMMITTED and above."""
+    """Guard: the look into the ring is in a subtransaction that is rolled back; else no segment could be emptied until
+    the caller commits."""
     runtime = register(conn)
     usual, odd, moved = keys(3)
     put(conn, usual)
@@ -452,8 +472,8 @@ def test_a_holder_that_ends_while_a_taker_waits_is_taken_over(conn: Conn, other:
     """Guard: who holds is decided in a new statement after the wait, and when it is nobody, everything begins anew.
 
     The holder inserts its job, and a second transaction cannot see it until it commits; it is cancelled in that same
-    transaction's commit here, by writing its end beside it. The taker waits on the transaction's lock, then sees the row
-    and a holder that is cancelled.
+    transaction here, by writing its end beside it. The taker waits on the transaction's lock, then sees the row and a
+    holder that is cancelled.
     """
     with transaction(other):
         first = put(other)
@@ -472,8 +492,8 @@ def test_a_holder_that_ends_while_a_taker_waits_is_taken_over(conn: Conn, other:
 @pytest.mark.parametrize("ending", ["COMMIT", "ROLLBACK"])
 @pytest.mark.parametrize("as_batch", [False, True], ids=["one", "batch"])
 def test_two_takers_of_a_key_that_was_left(conn: Conn, other: Conn, third: Conn, ending: str, as_batch: bool) -> None:
-    """Guard: WHERE id = the old one: the second taker's UPDATE waits for the first's row lock, then finds it changed (the
-    call begins anew, and returns the first's job) or as it was (it takes the key)."""
+    """Guard: WHERE id = the old one: the second taker's UPDATE waits for the first's row lock, then finds it changed
+    (the call begins anew, and returns the first's job) or as it was (it takes the key)."""
     left_by(conn)
     with transaction(other):
         first = put(other)
@@ -490,22 +510,43 @@ def test_two_takers_of_a_key_that_was_left(conn: Conn, other: Conn, third: Conn,
         assert second.id == first.id
 
 
-def test_a_batch_holds_nothing_while_it_begins_anew(conn: Conn, other: Conn, third: Conn) -> None:
-    """Guard: the batch's keys are given back before it tries again.
+def test_a_batch_gives_its_keys_back_before_it_begins_anew(
+    conn: Conn, other: Conn, third: Conn, open_connection: Open
+) -> None:
+    """Guard: a batch of several keys takes them in a subtransaction, which is rolled back when somebody was faster.
 
-    The batch has taken 1, then waits to take 2 over from a holder that left; another transaction does, which after that
-    wants 1. When the batch begins anew without giving 1 back, it waits for 2's new holder and that one for 1: a deadlock.
+    The batch wants 1 and 2. Its insert waits for 1, whose open holder commits a job that is cancelled; so it goes on
+    and has 2 when it finds that 1 was left. Meanwhile a second taker has taken 1 over and waits for 2. Were the batch
+    to want 1 now with 2 in its hands, neither could go on.
     """
     one, two = keys(2)
-    left_by(conn, two)
-    with transaction(other):
-        put(other, two)
+    lasting = put(conn, None).id
+    holding, stopping, taking = other, open_connection(), open_connection()
+    with transaction(holding), transaction(stopping), transaction(taking):
+        first = put(holding, one)
         batch = Background(lambda: put_many(third, row(one), row(two)))
         wait_for_lock(conn, third)
-        other.execute("DELETE FROM awa.job_uniques WHERE key = %s", (two,))  # as whoever releases a key
-        other.execute("COMMIT")
-        assert [found.is_new for found in batch.result()] == [True, True]
-    assert holder(conn, one) == batch.result()[0].id
+        holding.execute(
+            "INSERT INTO awa.attempt_ends (entry_id, id, slot, outcome)"
+            " SELECT entry_id, id, slot, 'cancelled' FROM awa.jobs WHERE id = %s",
+            (first.id,),
+        )
+        stopping.execute("LOCK TABLE awa.ended_jobs")  # where the batch looks for the holder of 1, when it has 2
+        holding.execute("COMMIT")
+        wait_until(lambda: scalar(conn, "SELECT pg_blocking_pids(%s)", third.info.backend_pid) == [pid_of(stopping)])
+        taking.execute("UPDATE awa.job_uniques SET id = %s, slot = NULL WHERE key = %s", (lasting, one))
+        second = Background(
+            lambda: taking.execute("INSERT INTO awa.job_uniques (key, id) VALUES (%s, %s)", (two, lasting))
+        )
+        wait_for_lock(conn, taking)
+        stopping.execute("COMMIT")
+        second.result()
+        taking.execute("COMMIT")
+        assert batch.result() == [(lasting, False), (lasting, False)]
+
+
+def pid_of(conn: Conn) -> int:
+    return conn.info.backend_pid
 
 
 @pytest.mark.parametrize("isolation", ["REPEATABLE READ", "SERIALIZABLE"])
@@ -550,8 +591,8 @@ def test_a_holder_out_of_an_old_snapshots_sight_is_not_taken_for_gone(conn: Conn
 
 
 def test_replace_beside_a_promotion(conn: Conn, other: Conn, third: Conn) -> None:
-    """Guard: the UPDATE waits for the promotion's row lock, and finds no row after it; and a promotion skips a row that is
-    being replaced. Neither loses the job or runs it with half of the options."""
+    """Guard: the UPDATE waits for the promotion's row lock, and finds no row after it; and a promotion skips a row that
+    is being replaced. Neither loses the job or runs it with half of the options."""
     first = put(conn, n=1, delay=60.0)
     conn.execute("UPDATE awa.waiting_jobs SET run_at = now()")
     with transaction(other):
@@ -644,7 +685,16 @@ def test_a_job_from_sql_has_what_it_was_given(conn: Conn, enqueue: Callable[...,
         "{}",
     )
     text = '{"b":1.0,  "a":"\\u00e9"}'
-    given = dict(kind="k", args=text, queue="q", priority=1, max_attempts=3, timeout_ms=5000, tags=["t"], metadata="{}")
+    given = {
+        "kind": "k",
+        "args": text,
+        "queue": "q",
+        "priority": 1,
+        "max_attempts": 3,
+        "timeout_ms": 5000,
+        "tags": ["t"],
+        "metadata": "{}",
+    }
     job, is_new = enqueue(**given, unique_key=KEY, unique_states=["scheduled", "available"], delay="1 hour")
     assert is_new
     found = conn.execute(
@@ -668,29 +718,29 @@ def test_a_job_from_sql_has_what_it_was_given(conn: Conn, enqueue: Callable[...,
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    (dict(kind=None), "p_kind has 1 to 200 characters, not NULL"),
-    (dict(kind="k" * 201), "p_kind has 1 to 200 characters, not 201"),
-    (dict(queue=""), "p_queue has 1 to 200 characters, not 0"),
-    (dict(args=None), "p_args is NULL"),
-    (dict(priority=5), "p_priority is 1, which runs first, to 4, not 5"),
-    (dict(max_attempts=0), "p_max_attempts is 1 to 1000, not 0"),
-    (dict(timeout_ms=-1), "p_timeout_ms"),
-    (dict(run_at="infinity"), "p_run_at is within the years 1970 to 9999"),
-    (dict(run_at="2030-01-01", delay="1 s"), "exclude each other"),
-    (dict(delay="-1 s"), "p_delay is from 0 to 3650 days"),
-    (dict(tags=["a", ""]), "p_tags"),
-    (dict(tags=["a"] * 21), "p_tags has at most 20 tags, not 21"),
-    (dict(metadata="[]"), "p_metadata is a JSON object, not a JSON array"),
-    (dict(follow_ups="1"), "p_follow_ups is a JSON object"),
-    (dict(unique_key=b"short"), "p_unique_key has 16 bytes, not 5"),
-    (dict(unique_states=["available"]), "p_unique_states is for jobs with p_unique_key"),
-    (dict(unique_key=KEY, unique_states=["done", "available"]), "'done', which is no state of a job"),
-    (dict(unique_key=KEY, unique_states=["running"]), "must have available"),
-    (dict(unique_key=KEY, on_conflict="ignore"), "p_on_conflict is return, raise or replace, not ignore"),
-    (dict(after=[]), "p_after is the ids of one or more jobs"),
-    (dict(after=[1], on_parent_failure="no"), "p_on_parent_failure is cancel, run or discard, not no"),
-    (dict(on_parent_failure="run"), "p_on_parent_failure is for jobs with p_after"),
-    (dict(after=[10**9]), "no job has the id 1000000000"),
+    ({"kind": None}, "p_kind has 1 to 200 characters, not NULL"),
+    ({"kind": "k" * 201}, "p_kind has 1 to 200 characters, not 201"),
+    ({"queue": ""}, "p_queue has 1 to 200 characters, not 0"),
+    ({"args": None}, "p_args is NULL"),
+    ({"priority": 5}, "p_priority is 1, which runs first, to 4, not 5"),
+    ({"max_attempts": 0}, "p_max_attempts is 1 to 1000, not 0"),
+    ({"timeout_ms": -1}, "p_timeout_ms"),
+    ({"run_at": "infinity"}, "p_run_at is within the years 1970 to 9999"),
+    ({"run_at": "2030-01-01", "delay": "1 s"}, "exclude each other"),
+    ({"delay": "-1 s"}, "p_delay is from 0 to 3650 days"),
+    ({"tags": ["a", ""]}, "p_tags"),
+    ({"tags": ["a"] * 21}, "p_tags has at most 20 tags, not 21"),
+    ({"metadata": "[]"}, "p_metadata is a JSON object, not a JSON array"),
+    ({"follow_ups": "1"}, "p_follow_ups is a JSON object"),
+    ({"unique_key": b"short"}, "p_unique_key has 16 bytes, not 5"),
+    ({"unique_states": ["available"]}, "p_unique_states is for jobs with p_unique_key"),
+    ({"unique_key": KEY, "unique_states": ["done", "available"]}, "'done', which is no state of a job"),
+    ({"unique_key": KEY, "unique_states": ["running"]}, "must have available"),
+    ({"unique_key": KEY, "on_conflict": "ignore"}, "p_on_conflict is return, raise or replace, not ignore"),
+    ({"after": []}, "p_after is the ids of one or more jobs"),
+    ({"after": [1], "on_parent_failure": "no"}, "p_on_parent_failure is cancel, run or discard, not no"),
+    ({"on_parent_failure": "run"}, "p_on_parent_failure is for jobs with p_after"),
+    ({"after": [10**9]}, "no job has the id 1000000000"),
 ]
 
 

@@ -33,6 +33,25 @@ assert_type(found.run_at, datetime | None)
 assert_type(found.history, list[dict[str, Any]])
 assert_type(client.get(inserted.id), awa.JobInfo)
 
+unique = awa.Unique(by_args=["path"], period=timedelta(hours=1), states=["available", awa.JobState.RUNNING])
+assert_type(client.insert(resize.bind("a.png"), unique=unique), awa.Inserted)
+client.insert(resize.bind("a.png"), unique=False)
+awa.NewJob(resize.bind("a.png"), unique=awa.Unique(on_conflict="replace"))
+assert_type(client.cancel_by_unique_key(awa.unique_key("resize", {"path": "a.png"})), awa.Controlled)
+try:
+    client.insert(resize.bind("a.png"), unique=unique)
+except awa.UniqueConflict as conflict:
+    assert_type(conflict.existing_id, int | None)
+    assert_type(conflict.key, bytes)
+
+
+@client.task(unique=unique)
+def crop(path: str) -> None: ...
+
+
+client.insert(resize.bind("a.png"), unique=True)  # type: ignore[arg-type]
+awa.Unique(on_conflict="ignore")  # type: ignore[arg-type]
+awa.Unique(True)  # type: ignore[call-arg]
 client.insert(resize.bind("a.png"), delay="1 minute")  # type: ignore[arg-type]
 client.insert(resize.bind("a.png"), run_at="tomorrow")  # type: ignore[arg-type]
 client.insert(resize.bind("a.png"), "email")  # type: ignore[call-arg]
@@ -63,4 +82,4 @@ try:
 except awa.ValidationError as error:
     assert_type(error.path, str)
 except awa.JobNotFound as error:
-    assert_type(error.job_id, int)
+    assert_type(error.job_id, int | None)
