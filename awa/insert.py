@@ -254,11 +254,14 @@ def _follow_up(path: str, item: object, registry: Registry, defaults: Defaults, 
         ) from error
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-    for name, value in (("unique", row.unique), ("after", row.parents)):
+    for name, value, advice in (
+        ("unique", row.unique, "say unique=False"),
+        ("after", row.parents, "leave after out"),
+    ):
         if value is not None:
             raise ValidationError(
                 f"{path} has {name}, but a follow-up must not wait for other jobs, since a worker inserts it as it "
-                f"records the outcome: leave {name} out, or have a handler insert the job",
+                f"records the outcome: {advice}, or have a handler insert the job",
                 path=f"{path}.{name}",
                 value=value,
             )

@@ -43,7 +43,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.01, 1.0
 FIRST_SEARCH = 0.05
 """Seconds from the first look to the first search for a job that no index look-up finds."""
 
-SEARCH_SHARE = 0.2
+SEARCH_SHARE = 0.05
 """Most of the time that searches take."""
 
 MOST_LOCKS = 256
@@ -94,7 +94,7 @@ class _Wait:
     ended: Ended | JobNotFound | None = None
     is_locked: bool = False
     due: float = 0.0
-    pause: float = FIRST_PAUSE
+    pause: float = 0.0
     search_due: float = field(default_factory=lambda: time.monotonic() + FIRST_SEARCH)
     search_pause: float = FIRST_SEARCH
 
@@ -210,7 +210,8 @@ class Results:
                     self._round(self._line)
                     lost_at = None
                     pause = 0.05
-                    self._rest(self._line, until)
+                    if mine.ended is None:
+                        self._rest(self._line, until)
                 except REFUSED as error:
                     assert self._line is not None
                     raise refusal(self._line.conn, self._schema, "producer", error) from error
@@ -300,8 +301,8 @@ class Results:
                 wait.told.notify_all()
                 return
             wait.state = found or wait.state
+            wait.pause = min(max(wait.pause * 2, FIRST_PAUSE), LONGEST_PAUSE)
             wait.due = time.monotonic() + wait.pause
-            wait.pause = min(wait.pause * 2, LONGEST_PAUSE)
 
     def _rest(self, line: _Line, until: float) -> None:
         """Sleep until something is due, somebody comes, or the server says something."""
@@ -354,18 +355,21 @@ class _Line:
 
     def sleep(self, seconds: float) -> None:
         """Until the server tells of a job or somebody wakes us, at most *seconds*."""
+        self._collect()  # what was read together with the last answer does not wake a poll
         if seconds > 0 and not self._notified:
             self._poll.poll(seconds * 1000)
         with suppress(BlockingIOError):
             self._awake.recv(1000)
-        pgconn = self.conn.pgconn
-        pgconn.consume_input()
-        while (notification := pgconn.notifies()) is not None:
-            self._noted(notification.extra)
+        self.conn.pgconn.consume_input()
+        self._collect()
 
     def close(self) -> None:
         """Give the connection back as it was."""
         self._stack.close()
+
+    def _collect(self) -> None:
+        while (notification := self.conn.pgconn.notifies()) is not None:
+            self._noted(notification.extra)
 
     def _note(self, notification: Notify) -> None:
         self._noted(notification.payload.encode())

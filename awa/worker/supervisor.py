@@ -65,7 +65,7 @@ FLUSH_OUT_OF_TURN = 0.02
 """Seconds that an outcome may wait while other jobs wait for a thread; with nothing to do it is recorded sooner."""
 
 
-def make_handlers(registry: Registry, max_result_bytes: int) -> dict[str, Handler]:
+def make_handlers(registry: Registry, max_result_bytes: int = 256 * 1024) -> dict[str, Handler]:
     """One handler per kind, aliases included.
 
     Args:

@@ -49,6 +49,19 @@ except awa.UniqueConflict as conflict:
 def crop(path: str) -> None: ...
 
 
+@client.task(keep_result=True)
+def measure(path: str) -> int:
+    return len(path)
+
+
+followed = client.insert(measure.bind("a.png"), on_completed=crop.bind("a.png"), on_failed=[awa.NewJob(crop.bind("b"))])
+assert_type(followed.result(timeout=timedelta(seconds=1)), Any)
+try:
+    client.result(followed.id, timeout=1.5)
+except awa.JobFailed as failed:
+    assert_type((failed.job_id, failed.state, failed.error), tuple[int, str, dict[str, Any] | None])
+except awa.ResultNotKept as unkept:
+    assert_type(unkept.job_id, int)
 client.insert(resize.bind("a.png"), unique=True)  # type: ignore[arg-type]
 awa.Unique(on_conflict="ignore")  # type: ignore[arg-type]
 awa.Unique(True)  # type: ignore[call-arg]
