@@ -196,7 +196,8 @@ class Book:
         """What a job that waits is about; its id, key, attempts and history stay."""
         if entry.waits_for is None:
             return
-        entry.row = row._replace(unique=entry.row.unique)
+        failed = entry.row.on_parent_failure if row.parents is None else row.on_parent_failure
+        entry.row = row._replace(unique=entry.row.unique, on_parent_failure=failed)
         run_at = _due(row, now)
         if row.parents is not None:
             entry.parents = row.parents
@@ -295,9 +296,9 @@ class Book:
                 entry.run_at = now - timedelta(microseconds=back)
 
     def queues(self) -> list[str]:
-        """Every queue with an available job, by name."""
+        """Every queue that has, or had, a job, by name."""
         with self._lock:
-            return sorted({e.row.queue for e in self._entries.values() if e.state is JobState.AVAILABLE})
+            return sorted({entry.row.queue for entry in self._entries.values()})
 
     def can_begin(self, job_id: int, handlers: dict[str, Handler]) -> bool:
         """Whether the job is available and has a handler."""

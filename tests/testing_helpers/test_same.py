@@ -467,7 +467,17 @@ _VARIES = {"ended_at", "elapsed_ms", "runtime"}
 
 @pytest.mark.parametrize(
     "story",
-    [endings, rich, order_of_things, control, completing, uniqueness, following, results, *map(at_random, range(4))],
+    [
+        endings,
+        rich,
+        order_of_things,
+        control,
+        completing,
+        uniqueness,
+        following,
+        results,
+        *map(at_random, (17, 31, 41)),
+    ],
     ids=lambda story: story.__name__,
 )
 def test_inline_and_on_a_database(story: Story, database: str, caplog: pytest.LogCaptureFixture) -> None:
