@@ -4,25 +4,27 @@
 -- which holds off the recording of outcomes while those of the segments are read. Replaces functions in place, with
 -- the same meaning for who knows nothing of this. Works with awa 0.1 and later.
 --
--- A success of which nothing follows stays a position in a row of completions. One with consequences is recorded by itself,
--- in attempt_ends; the database decides which it is, so that it does not matter which worker settles: the claim notes the
--- positions, and awa.settle_v1 takes them out of what is grouped. Whatever writes the end of an attempt or of a waiting job
--- applies the consequences in the same transaction, so they happen exactly once, whoever records the outcome.
+-- A success of which nothing follows stays a position in a row of completions. One with consequences is recorded by
+-- itself, in attempt_ends; the database decides which it is, so that it does not matter which worker settles: the claim
+-- notes the positions, and awa.settle_v1 takes them out of what is grouped. Whatever writes the end of an attempt or of
+-- a waiting job applies the consequences in the same transaction, so they happen exactly once, whoever records the
+-- outcome.
 --
--- A job's follow_ups: {"completed": [job, ...], "failed": [...], "cancelled": [...], "of": id}. A job there has kind and, as
--- wanted, queue, args, priority, max_attempts, timeout_ms, tags, metadata, run_at or delay (seconds from the outcome), and
--- follow_ups of its own. "of" is the job whose follow-up it is. Rows of plain SQL may hold anything: what cannot be
--- inserted keeps no attempt from ending, and the error of the ended job tells why.
+-- A job's follow_ups: {"completed": [job, ...], "failed": [...], "cancelled": [...], "of": id}. A job there has kind
+-- and, as wanted, queue, args, priority, max_attempts, timeout_ms, tags, metadata, run_at or delay (seconds from the
+-- outcome), and follow_ups of its own. "of" is the job whose follow-up it is. Rows of plain SQL may hold anything: what
+-- cannot be inserted keeps no attempt from ending, and the error of the ended job tells why.
+
+-- A completed job by its id, when it is recorded by itself. Before the columns: reading goes on beside it.
+CREATE INDEX attempt_ends_completed ON awa.attempt_ends (id) WHERE outcome = 'completed';
 
 ALTER TABLE awa.claims ADD COLUMN singles smallint[];      -- positions of members whose success has consequences
-ALTER TABLE awa.attempt_ends ADD COLUMN result json;       -- what a completed attempt is asked for; NULL: nothing is kept
-
--- A completed job by its id, when it is recorded by itself.
-CREATE INDEX attempt_ends_completed ON awa.attempt_ends (id) WHERE outcome = 'completed';
+ALTER TABLE awa.attempt_ends ADD COLUMN result json;       -- of a completed attempt; NULL: nothing is kept
 
 -- The positions of some entries among the members of a claim.
 CREATE FUNCTION awa.positions(p_entries bigint[], p_some bigint[]) RETURNS smallint[] LANGUAGE sql IMMUTABLE AS $$
-    SELECT array_agg(m.n::smallint) FROM unnest(p_entries) WITH ORDINALITY AS m(entry_id, n) WHERE m.entry_id = ANY (p_some)
+    SELECT array_agg(m.n::smallint)
+      FROM unnest(p_entries) WITH ORDINALITY AS m(entry_id, n) WHERE m.entry_id = ANY (p_some)
 $$;
 
 -- The jobs that are to follow an outcome, NULL when there are none; or why they cannot be inserted. Never raises.
@@ -37,7 +39,7 @@ BEGIN
     SELECT format('%s[%s] %s', p_outcome, x.n - 1, x.flaw) INTO flaw
       FROM (SELECT t.n, CASE WHEN coalesce(length(t.kind), 0) NOT BETWEEN 1 AND 200
                              THEN 'needs a kind of 1 to 200 characters'
-                             WHEN length(t.queue) NOT BETWEEN 1 AND 200 THEN 'has a queue that has not 1 to 200 characters'
+                             WHEN length(t.queue) NOT BETWEEN 1 AND 200 THEN 'has a queue of not 1 to 200 characters'
                              WHEN t.priority NOT BETWEEN 1 AND 4 THEN 'has a priority that is not 1 to 4'
                              WHEN t.max_attempts NOT BETWEEN 1 AND 1000 THEN 'has max_attempts that are not 1 to 1000'
                              WHEN t.timeout_ms < 0 THEN 'has a timeout below 0'
@@ -58,11 +60,12 @@ CREATE FUNCTION awa.follow_up_rows(p_jobs json)
 RETURNS TABLE (n bigint, kind text, queue text, args json, priority smallint, max_attempts smallint, timeout_ms integer,
                tags text[], metadata json, run_at timestamptz, delay double precision, follow_ups json)
 LANGUAGE sql STABLE AS $$
-    SELECT x.n, x.kind, x.queue, x.args, x.priority, x.max_attempts, x.timeout_ms, x.tags, x.metadata, x.run_at, x.delay,
-           x.follow_ups
+    SELECT x.n, x.kind, x.queue, x.args, x.priority, x.max_attempts, x.timeout_ms, x.tags, x.metadata, x.run_at,
+           x.delay, x.follow_ups
       FROM ROWS FROM (json_to_recordset(p_jobs)
-                      AS (kind text, queue text, args json, priority smallint, max_attempts smallint, timeout_ms integer,
-                          tags text[], metadata json, run_at timestamptz, delay double precision, follow_ups json))
+                      AS (kind text, queue text, args json, priority smallint, max_attempts smallint,
+                          timeout_ms integer, tags text[], metadata json, run_at timestamptz,
+                          delay double precision, follow_ups json))
            WITH ORDINALITY AS x(kind, queue, args, priority, max_attempts, timeout_ms, tags, metadata, run_at, delay,
                                 follow_ups, n)
 $$;
@@ -81,9 +84,9 @@ EXCEPTION WHEN OTHERS THEN
     RETURN p_error;
 END $$;
 
--- Insert what follows: element i of p_jobs is an array of jobs that awa.follow_ups_after gave for job p_ids[i]. Rings for
--- them unless the transaction must notify nobody. In the caller's transaction, at any isolation level; it touches the
--- current segment only.
+-- Insert what follows: element i of p_jobs is an array of jobs that awa.follow_ups_after gave for job p_ids[i]. Rings
+-- for them unless the transaction must notify nobody. In the caller's transaction, at any isolation level; it touches
+-- the current segment only.
 CREATE FUNCTION awa.append_follow_ups(p_ids bigint[], p_jobs json[], p_notify boolean) RETURNS void
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
@@ -91,9 +94,9 @@ DECLARE
 BEGIN
     WITH child AS MATERIALIZED (
         SELECT nextval('awa.entry_id_seq') AS id, t.*
-          FROM (SELECT p.n AS parent, r.n, coalesce(r.queue, 'default') AS queue, r.kind, coalesce(r.args, '{}') AS args,
-                       coalesce(r.priority, 2::smallint) AS priority, coalesce(r.max_attempts, 25::smallint) AS max_attempts,
-                       r.timeout_ms, r.tags, r.metadata,
+          FROM (SELECT p.n AS parent, r.n, coalesce(r.queue, 'default') AS queue, r.kind,
+                       coalesce(r.args, '{}') AS args, coalesce(r.priority, 2::smallint) AS priority,
+                       coalesce(r.max_attempts, 25::smallint) AS max_attempts, r.timeout_ms, r.tags, r.metadata,
                        coalesce(r.run_at, clock_timestamp() + r.delay * interval '1 s') AS run_at,
                        concat('{"of":', p.id, ',"completed":' || (r.follow_ups->'completed')::text,
                               ',"failed":' || (r.follow_ups->'failed')::text,
@@ -106,8 +109,8 @@ BEGIN
     ), available AS (
         INSERT INTO awa.jobs (entry_id, id, queue, lane, priority, kind, args, max_attempts, timeout_ms, tags, metadata,
                               follow_ups)
-        SELECT c.id, c.id, c.queue, 2 * c.priority + 1, c.priority, c.kind, c.args, c.max_attempts, c.timeout_ms, c.tags,
-               c.metadata, c.follow_ups
+        SELECT c.id, c.id, c.queue, 2 * c.priority + 1, c.priority, c.kind, c.args, c.max_attempts, c.timeout_ms,
+               c.tags, c.metadata, c.follow_ups
           FROM sorted c WHERE c.is_due ORDER BY c.id
     ), scheduled AS (
         INSERT INTO awa.waiting_jobs (id, run_at, queue, priority, kind, args, max_attempts, timeout_ms, tags, metadata,
@@ -144,8 +147,8 @@ BEGIN
     END LOOP;
 END $$;
 
--- The consequences of final outcomes, in the transaction that records them: insert what follows (NULL: nothing), free the
--- unique keys that are not held in that state, wake who waits. The bit of a state in a key's 17th byte is that of
+-- The consequences of final outcomes, in the transaction that records them: insert what follows (NULL: nothing), free
+-- the unique keys that are not held in that state, wake who waits. The bit of a state in a key's 17th byte is that of
 -- awa.JobState; without the byte a key is held by all but failed and cancelled jobs. Rows of job_uniques that somebody
 -- looks at are left to the sweep: nobody waits here.
 CREATE FUNCTION awa.conclude(p_ids bigint[], p_outcomes text[], p_jobs json[], p_keys bytea[]) RETURNS void
@@ -169,8 +172,8 @@ BEGIN
     PERFORM awa.wake_waiters(p_ids);
 END $$;
 
--- As in 0010_control.sql; and final outcomes have consequences. The text of a completed member's error is its result, as
--- JSON.
+-- As in 0010_control.sql; and final outcomes have consequences. The text of a completed member's error is its result,
+-- as JSON.
 CREATE OR REPLACE FUNCTION awa.end_attempts(p_runtime bigint, p_flush bigint, p_claims bigint[], p_slots smallint[],
                                             p_nonces integer[], p_idx smallint[], p_outcomes text[],
                                             p_delays double precision[], p_elapsed integer[], p_errors text[])
@@ -286,8 +289,8 @@ BEGIN
     RETURN v_done;
 END $$;
 
--- As in 0004_settle.sql; and successes of which something follows are recorded one by one, with it. What o_errors has for
--- a completed member is its result, as JSON.
+-- As in 0004_settle.sql; and successes of which something follows are recorded one by one, with it. What o_errors has
+-- for a completed member is its result, as JSON.
 CREATE OR REPLACE FUNCTION awa.settle_v1(p_runtime bigint, p_flush bigint, p_claims bigint[], p_slots smallint[], p_nonces integer[],
                               p_lo integer[], p_hi integer[], p_idx smallint[], p_elapsed integer[],
                               o_claims bigint[], o_slots smallint[], o_nonces integer[], o_idx smallint[],
@@ -329,8 +332,8 @@ BEGIN
         )
         SELECT array_agg(g.n) INTO v_done FROM good g;
         IF coalesce(cardinality(v_done), 0) < cardinality(p_claims) THEN
-            -- some member of these claims has ended otherwise, or something follows from its success, or the claim is not
-            -- ours: look at each
+            -- some member of these claims has ended otherwise, or something follows from its success, or the claim is
+            -- not ours: look at each
             FOR r IN SELECT u.*, c.entry_ids, c.claim_id IS NOT NULL AS ours, c.singles
                        FROM unnest(p_claims, p_slots, p_nonces, p_lo, p_hi) WITH ORDINALITY
                             AS u(claim, slot, nonce, lo, hi, n)
@@ -351,7 +354,8 @@ BEGIN
                            o_delays || array_agg(0::double precision) FILTER (WHERE m.single),
                            o_elapsed || array_agg(m.ms) FILTER (WHERE m.single),
                            o_errors || array_agg(NULL::text) FILTER (WHERE m.single)
-                      INTO v_idx, v_elapsed, o_claims, o_slots, o_nonces, o_idx, o_outcomes, o_delays, o_elapsed, o_errors
+                      INTO v_idx, v_elapsed, o_claims, o_slots, o_nonces, o_idx, o_outcomes, o_delays, o_elapsed,
+                           o_errors
                       FROM (SELECT t.i, t.ms, t.i = ANY (r.singles) AS single
                               FROM unnest(v_idx, v_elapsed) AS t(i, ms)) m;
                 END IF;
@@ -392,7 +396,8 @@ BEGIN
                 SELECT e.id
                   FROM unnest(o_claims, o_slots, o_idx) WITH ORDINALITY AS u(claim, slot, idx, n)
                  CROSS JOIN LATERAL (SELECT c.entry_ids[u.idx] AS entry_id FROM awa.claims c
-                                      WHERE c.slot = u.slot AND c.runtime = p_runtime AND c.claim_id = u.claim LIMIT 1) c
+                                      WHERE c.slot = u.slot AND c.runtime = p_runtime AND c.claim_id = u.claim
+                                      LIMIT 1) c
                  CROSS JOIN LATERAL (SELECT e.id FROM awa.attempt_ends e
                                       WHERE e.slot = u.slot AND e.entry_id = c.entry_id AND e.outcome = 'completed'
                                       LIMIT 1) e
@@ -401,8 +406,8 @@ BEGIN
     END IF;
 END $$;
 
--- As in 0014_claim_passes.sql; and the claim notes which successes have consequences: follow-ups, or a unique key that a
--- completed job does not hold. A look at the text, which costs nothing where there is none and never fails.
+-- As in 0014_claim_passes.sql; and the claim notes which successes have consequences: follow-ups, or a unique key that
+-- a completed job does not hold. A look at the text, which costs nothing where there is none and never fails.
 CREATE OR REPLACE FUNCTION awa.claim_v1(p_queue text, p_runtime bigint, p_kinds text[], p_limit integer, p_bell boolean DEFAULT false)
 RETURNS TABLE (flags integer, claim_id bigint, slot smallint, nonce integer, priority smallint, ids bigint[],
                entry_ids bigint[], attempts smallint[], max_attempts smallint[], kinds text[], lens integer[],
@@ -577,7 +582,8 @@ BEGIN
                                       CASE WHEN j.attempt > 1 AND j.lane % 2 = 0
                                            THEN j.history->-1->>'outcome' = 'rescued' END AS rescued,
                                       j.follow_ups::text LIKE '%"completed"%'
-                                      OR octet_length(j.unique_key) > 16 AND get_byte(j.unique_key, 16) & 32 = 0 AS single
+                                      OR octet_length(j.unique_key) > 16 AND get_byte(j.unique_key, 16) & 32 = 0
+                                          AS single
                                  FROM awa.jobs j
                                 WHERE j.queue = p_queue AND j.lane = w.lane
                                   AND (j.xid, j.entry_id) > (w.lo_xid, w.lo_entry)
@@ -785,11 +791,11 @@ BEGIN
                     SELECT t.*, f.jobs, f.flaw
                       FROM taken t LEFT JOIN LATERAL awa.follow_ups_after(t.follow_ups, 'cancelled') f ON true
                 ), ended AS (
-                    INSERT INTO awa.ended_jobs (id, created_at, state, priority, attempt, max_attempts, timeout_ms, queue,
-                                                kind, args, metadata, tags, concurrency_key, ordering_key, unique_key,
-                                                follow_ups, history)
-                    SELECT t.id, t.created_at, 'cancelled', t.priority, t.attempt, t.max_attempts, t.timeout_ms, t.queue,
-                           t.kind, t.args, t.metadata, t.tags, t.concurrency_key, t.ordering_key, t.unique_key,
+                    INSERT INTO awa.ended_jobs (id, created_at, state, priority, attempt, max_attempts, timeout_ms,
+                                                queue, kind, args, metadata, tags, concurrency_key, ordering_key,
+                                                unique_key, follow_ups, history)
+                    SELECT t.id, t.created_at, 'cancelled', t.priority, t.attempt, t.max_attempts, t.timeout_ms,
+                           t.queue, t.kind, t.args, t.metadata, t.tags, t.concurrency_key, t.ordering_key, t.unique_key,
                            t.follow_ups,
                            awa.add_history(t.history, t.attempt, 'cancelled', clock_timestamp(), NULL, NULL,
                                            awa.with_flaw(v_error, t.flaw))
@@ -810,12 +816,12 @@ BEGIN
                     SELECT t.*, f.jobs, f.flaw
                       FROM taken t LEFT JOIN LATERAL awa.follow_ups_after(t.follow_ups, 'cancelled') f ON true
                 ), ended AS (
-                    INSERT INTO awa.ended_jobs (id, created_at, state, priority, attempt, max_attempts, timeout_ms, queue,
-                                                kind, args, metadata, tags, concurrency_key, ordering_key, unique_key,
-                                                follow_ups, history)
-                    SELECT j.id, coalesce(j.created_at, j.available_at), 'cancelled', j.priority, j.attempt, j.max_attempts,
-                           j.timeout_ms, j.queue, j.kind, j.args, j.metadata, j.tags, j.concurrency_key, j.ordering_key,
-                           j.unique_key, j.follow_ups,
+                    INSERT INTO awa.ended_jobs (id, created_at, state, priority, attempt, max_attempts, timeout_ms,
+                                                queue, kind, args, metadata, tags, concurrency_key, ordering_key,
+                                                unique_key, follow_ups, history)
+                    SELECT j.id, coalesce(j.created_at, j.available_at), 'cancelled', j.priority, j.attempt,
+                           j.max_attempts, j.timeout_ms, j.queue, j.kind, j.args, j.metadata, j.tags, j.concurrency_key,
+                           j.ordering_key, j.unique_key, j.follow_ups,
                            awa.add_history(j.history, j.attempt, 'cancelled', clock_timestamp(), NULL, NULL,
                                            awa.with_flaw(v_error, j.flaw))
                       FROM judged j
@@ -949,15 +955,15 @@ BEGIN
     RETURN NEXT;
 END $$;
 
--- Complete one attempt inside the caller's transaction, at any isolation level, with what follows from it. The row's unique
--- key fences it: a second end of the attempt raises unique_violation (23505), an attempt that is not this runtime's AWA04.
--- The caller's transaction must be younger than the claim. Names the one partition it reads: a plan over all of them would
--- lock them until the caller commits; follow-ups go to the current one.
+-- Complete one attempt inside the caller's transaction, at any isolation level, with what follows from it. The row's
+-- unique key fences it: a second end of the attempt raises unique_violation (23505), an attempt that is not this
+-- runtime's AWA04. The caller's transaction must be younger than the claim. Names the one partition it reads: a plan
+-- over all of them would lock them until the caller commits; follow-ups go to the current one.
 --
--- p_result is kept for who asks for it. p_notify: whether sleeping workers may be woken for follow-ups, which a transaction
--- that is prepared must not do. Nobody who waits for the result is woken, and a unique key that is free now is swept up
--- later: the caller's transaction may stay open for long, and take no lock but its row's. The worker wakes them when it
--- records what its handler came to.
+-- p_result is kept for who asks for it. p_notify: whether sleeping workers may be woken for follow-ups, which a
+-- transaction that is prepared must not do. Nobody who waits for the result is woken, and a unique key that is free now
+-- is swept up later: the caller's transaction may stay open for long, and take no lock but its row's. The worker wakes
+-- them when it records what its handler came to.
 CREATE FUNCTION awa.complete_v2(p_runtime bigint, p_claim bigint, p_slot smallint, p_nonce integer, p_idx smallint,
                                 p_elapsed integer, p_result json DEFAULT NULL, p_notify boolean DEFAULT true)
 RETURNS bigint

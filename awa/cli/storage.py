@@ -72,6 +72,7 @@ def check(context: click.Context, database: str | None, schema_name: str | None,
         facts = {"schema": schema.name, "is_sound": report.is_sound, "seconds": round(report.seconds, 3)}
         facts["slots"] = [asdict(sums) for sums in report.sums]
         facts["findings"] = [asdict(finding) for finding in report.findings]
+        facts["loose_keys"] = report.loose_keys
         click.echo(json.dumps(facts))
     else:
         click.echo(_report_text(schema, report))
@@ -89,6 +90,8 @@ def _report_text(schema: Schema, report: Report) -> str:
         place = f" ({finding.where})" if finding.where else ""
         shown = f" [{', '.join(map(str, finding.sample))}{', ...' if finding.count > len(finding.sample) else ''}]"
         lines.append(f"{finding.name}{place}: {finding.text}{shown if finding.sample else ''}")
+    if report.loose_keys:
+        lines.append(f"{report.loose_keys} unique keys of jobs that have ended or are gone: the leader removes them")
     found = f"{len(report.findings)} findings" if report.findings else "all is well"
     lines.append(f"schema {schema.name}: {found}; read in {report.seconds:.1f} s")
     return "\n".join(lines)

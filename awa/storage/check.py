@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from psycopg import Connection
-from psycopg.rows import class_row, tuple_row
+from psycopg.rows import class_row, scalar_row, tuple_row
 
 from awa.storage.reach import find_unreachable, whole_storage
 from awa.storage.schema import Schema
@@ -65,6 +65,8 @@ class Report:
     """Per slot."""
     findings: list[Finding] = field(default_factory=list)
     """None, when all is well."""
+    loose_keys: int = 0
+    """Unique keys whose job has failed, was cancelled or is gone: nobody is kept out, and the leader removes them."""
     seconds: float = 0.0
     """How long it took."""
 
@@ -88,8 +90,24 @@ def check_storage(conn: Connection[Any], schema: Schema) -> Report:
         report.findings += found
         for check in (_check_reach, _check_sequences, _check_ring, _check_partitions):
             report.findings += check(conn, schema)
+        report.loose_keys = _count_loose_keys(conn, schema)
     report.seconds = time.monotonic() - began
     return report
+
+
+LOOSE_KEYS = """
+    SELECT count(*)
+      FROM awa.job_uniques u
+     WHERE NOT EXISTS (SELECT FROM awa.waiting_jobs w WHERE w.id = u.id)
+       AND (EXISTS (SELECT FROM awa.ended_jobs e WHERE e.id = u.id AND u.states & awa.state_bit(e.state) = 0)
+            OR NOT EXISTS (SELECT FROM awa.ended_jobs e WHERE e.id = u.id)
+               AND NOT EXISTS (SELECT FROM awa.jobs j WHERE j.id = u.id))
+"""
+
+
+def _count_loose_keys(conn: Connection[Any], schema: Schema) -> int:
+    with conn.cursor(row_factory=scalar_row) as cursor:
+        return int(cursor.execute(schema.sql(LOOSE_KEYS), prepare=False).fetchone() or 0)
 
 
 def _check_origin(conn: Connection[Any], schema: Schema) -> Iterator[Finding]:

@@ -581,7 +581,8 @@ class JobInfo:
     waits_for: str | None
     """``time``; ``parent``: for other jobs; or ``kind``: for a worker that knows it."""
     error: dict[str, Any] | None
-    """``type``, ``text``, ``traceback`` of the last attempt that failed or was cancelled; None for a completed job."""
+    """``type``, ``text``, ``traceback`` of the last attempt that failed or was cancelled; of a completed job, why its
+    follow-ups could not be inserted, else None."""
     history: list[dict[str, Any]]
     """Ended attempts that were not successful, oldest first, at most 20."""
 

@@ -43,7 +43,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.01, 1.0
 FIRST_SEARCH = 0.05
 """Seconds from the first look to the first search for a job that no index look-up finds."""
 
-SEARCH_SHARE = 0.2
+SEARCH_SHARE = 0.05
 """Most of the time that searches take."""
 
 MOST_LOCKS = 256

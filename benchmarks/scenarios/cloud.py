@@ -60,7 +60,7 @@ def run(plan: Plan) -> list[Result]:
 
 
 def _name(what: str, where: str, variant: str) -> str:
-    return f"bare-{where}" if variant == "bare" else f"{what}-{where}"
+    return f"{variant}-{where}" if variant in ("bare", "unique") else f"{what}-{where}"
 
 
 def _delay_flushes(plan: Plan) -> None:

@@ -1,13 +1,15 @@
 """How fast jobs get in: by COPY, in batches, and one at a time beside a bare INSERT of the same row.
 
 ``single`` and its reference ``bare`` are measured in one repetition, in turn and in short rounds, so that whatever else
-happens on the machine meets both. The times are those of a call: of 1,000 jobs for ``many``, of one for the others.
+happens on the machine meets both; so is ``unique``, single jobs with a key of their own, whose reference is ``single``.
+The times are those of a call: of 1,000 jobs for ``many``, of one for the others.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 
 import psycopg
 
@@ -31,8 +33,13 @@ ROUND = 100
 SHARE_OF_SINGLES = 20
 """Single inserts are so many times fewer than the jobs asked for."""
 
+REFERENCES = {"single": "bare", "unique": "single"}
+"""What single inserts are compared with."""
+
 WARM_UP = 1000
 """Jobs before the measurement, a single round of each for ``single``."""
+
+UNIQUE = awa.Unique()
 
 BARE = """
     INSERT INTO awa.jobs (queue, lane, priority, kind, args, max_attempts)
@@ -63,8 +70,9 @@ def run(plan: Plan) -> list[Result]:
 
 def conclude(medians: Medians) -> Iterator[str]:
     """What the client costs beside the bare statement."""
-    if (ratio := medians.get("single", {}).get("ratio")) is not None:
-        yield f"single runs at {ratio:.1%} of bare (median of the ratios within each repetition)"
+    for name, reference in REFERENCES.items():
+        if (ratio := medians.get(name, {}).get("ratio")) is not None:
+            yield f"{name} runs at {ratio:.1%} of {reference} (median of the ratios within each repetition)"
 
 
 def _copy(plan: Plan, client: awa.Client, observer: Observer) -> tuple[int, list[Result]]:
@@ -106,8 +114,13 @@ def _single(plan: Plan, client: awa.Client, observer: Observer) -> tuple[int, li
         def bare(n: int) -> None:
             cursor.execute(BARE, ROW | {"args": f'{{"n":{n}}}'}, prepare=True).fetchone()
 
-        turns: list[tuple[str, Callable[[int], None]]] = [("single", single), ("bare", bare)]
-        times: dict[str, list[float]] = {"single": [], "bare": []}
+        numbers = count()
+
+        def unique(n: int) -> None:
+            client.insert(noop.bind(next(numbers)), unique=UNIQUE, conn=lent)
+
+        turns: list[tuple[str, Callable[[int], None]]] = [("single", single), ("bare", bare), ("unique", unique)]
+        times: dict[str, list[float]] = {name: [] for name, _ in turns}
         wal = dict.fromkeys(times, 0)
         for _, insert in turns:
             _timed(insert)
@@ -117,8 +130,8 @@ def _single(plan: Plan, client: awa.Client, observer: Observer) -> tuple[int, li
                 times[name] += _timed(insert)
                 wal[name] += observer.wal() - wal_before
             turns.reverse()  # going first neither helps nor hurts in the end
-    inserted = 2 * ROUND * (rounds + 1)
-    costs = before.per_job(observer.counters(), inserted)  # commits and dead rows: of both, warm-up included
+    inserted = len(turns) * ROUND * (rounds + 1)
+    costs = before.per_job(observer.counters(), inserted)  # commits and dead rows: of all, warm-up included
     rates = {name: len(taken) / sum(taken) for name, taken in times.items()}
     return inserted, [
         Result(
@@ -127,7 +140,7 @@ def _single(plan: Plan, client: awa.Client, observer: Observer) -> tuple[int, li
             rates[name],
             **percentiles(taken),
             **costs | {"wal_bytes_per_job": round(wal[name] / len(taken), 2)},
-            ratio=round(rates[name] / rates["bare"], 4) if name == "single" else None,
+            ratio=round(rates[name] / rates[REFERENCES[name]], 4) if name in REFERENCES else None,
         )
         for name, taken in times.items()
     ]

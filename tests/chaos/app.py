@@ -140,6 +140,36 @@ def _sometimes_sleep(chance: random.Random) -> None:
         time.sleep(chance.uniform(0.0, 2.0))
 
 
+@client.task(kind="parent", retry=_AGAIN, keep_result=True)
+def parent(mark: int, pad: str = "") -> dict[str, int]:
+    """Ends in every way, and keeps which entry it was when it completes; one job follows it, by how it ended."""
+    with running(mark) as (job, chance):
+        kept = {"mark": mark, "entry": job.entry_id}
+        match chance.choice(["return", "complete", "raise", "snooze", "cancel", "fail"]):
+            case "complete":
+                with client.connection() as conn, conn.transaction():
+                    _sometimes_sleep(chance)
+                    job.complete(conn, result=kept)
+                    _sometimes_sleep(chance)
+                    if chance.random() < 0.1:
+                        raise ValueError("was to fail after complete, before the commit")
+            case "raise":
+                raise ValueError("was to fail")
+            case "snooze":
+                raise Snooze(chance.uniform(0.0, 1.0))
+            case "cancel":
+                raise Cancel("was to be cancelled")
+            case "fail":
+                raise awa.TerminalError("was to fail for good")
+        return kept
+
+
+@client.task(kind="child", retry=_AGAIN)
+def child(mark: int) -> None:
+    with running(mark):
+        pass
+
+
 @client.task(kind="deadly", retry=_AGAIN)
 def deadly(mark: int, pad: str = "") -> None:
     with running(mark):

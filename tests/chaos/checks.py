@@ -185,6 +185,33 @@ CHECKS = (
         """,
     ),
     Check(
+        # By how it ended; whoever ended it, and however often that was recorded.
+        "not followed by exactly one",
+        """
+        SELECT format('job %s, mark %s, is %s, followed by the jobs with marks %s', p.job, p.mark, f.state, c.marks)
+          FROM (SELECT DISTINCT job, mark FROM ledger.entries WHERE kind = 'parent') p
+          JOIN a_final f USING (job)
+          LEFT JOIN (SELECT -mark / 10 AS parent, array_agg(mark ORDER BY mark) AS marks
+                       FROM a_job WHERE mark < 0 GROUP BY 1) c ON c.parent = p.mark
+         WHERE c.marks IS DISTINCT FROM
+               ARRAY[-(10 * p.mark + CASE f.state WHEN 'completed' THEN 1 WHEN 'failed' THEN 2 ELSE 3 END)]
+        UNION ALL
+        SELECT format('mark %s follows nothing', mark)
+          FROM a_job j
+         WHERE mark < 0
+           AND NOT EXISTS (SELECT FROM ledger.entries e WHERE e.kind = 'parent' AND e.mark = -j.mark / 10)
+        """,
+    ),
+    Check(
+        "not the result of the attempt that completed",
+        """
+        SELECT format('entry %s, mark %s: %s', e.entry_id, e.mark, x.result)
+          FROM ledger.entries e JOIN ledger.ends x USING (entry_id)
+         WHERE e.kind = 'parent' AND x.outcome = 'completed'
+           AND (x.result->>'entry' IS DISTINCT FROM e.entry_id::text OR x.result->>'mark' IS DISTINCT FROM e.mark::text)
+        """,
+    ),
+    Check(
         # By its own worker, that is; what maintenance ends from outside may not have begun.
         "completed without a run",
         """
@@ -222,7 +249,7 @@ CHECKS = (
         SELECT format('job %s', f.job)
           FROM a_final f
          WHERE f.state = 'cancelled'
-           AND NOT EXISTS (SELECT FROM ledger.entries e WHERE e.job = f.job AND e.kind = 'changeable')
+           AND NOT EXISTS (SELECT FROM ledger.entries e WHERE e.job = f.job AND e.kind IN ('changeable', 'parent'))
            AND NOT EXISTS (SELECT FROM ledger.controls c WHERE c.job = f.job AND c.what = 'cancel')
            AND NOT EXISTS (SELECT FROM ledger.parents p JOIN a_final t ON t.job = p.parent
                             WHERE p.child = f.job AND p.on_failure IS DISTINCT FROM 'run' AND t.state <> 'completed')

@@ -25,7 +25,8 @@ CREATE TABLE ledger.ends (
     runtime  bigint,       -- of the claim; NULL when no claim is quoted or there is none
     flush    bigint,       -- NULL: not by the runtime's own settle
     was_gone boolean,      -- the runtime was fenced when this was written
-    at       timestamptz
+    at       timestamptz,
+    result   json          -- what was kept of a completed attempt
 );
 CREATE TABLE ledger.dead (job bigint, state text, at timestamptz);
 CREATE TABLE ledger.requests (job bigint, at timestamptz);     -- to cancel what runs
@@ -67,7 +68,8 @@ BEGIN
 END $$;
 CREATE TRIGGER chaos AFTER INSERT ON awa.claims FOR EACH ROW EXECUTE FUNCTION ledger.note_claim();
 
-CREATE FUNCTION ledger.note_end(p_entries bigint[], p_outcome text, p_slot smallint, p_claim bigint, p_flush bigint)
+CREATE FUNCTION ledger.note_end(p_entries bigint[], p_outcome text, p_slot smallint, p_claim bigint, p_flush bigint,
+                                p_result json)
 RETURNS void LANGUAGE plpgsql AS $$
 DECLARE
     v_runtime bigint := (SELECT c.runtime FROM ledger.claims c
@@ -75,7 +77,7 @@ DECLARE
 BEGIN
     INSERT INTO ledger.ends
     SELECT e, p_outcome, p_claim, v_runtime, p_flush,
-           EXISTS (SELECT FROM awa.gone_runtimes g WHERE g.runtime = v_runtime), clock_timestamp()
+           EXISTS (SELECT FROM awa.gone_runtimes g WHERE g.runtime = v_runtime), clock_timestamp(), p_result
       FROM unnest(p_entries) e;
 END $$;
 
@@ -86,14 +88,14 @@ BEGIN
                 FROM unnest(NEW.idx) i
                 LEFT JOIN LATERAL (SELECT t.entry_ids FROM ledger.claims t
                                     WHERE t.claim_id = NEW.claim_id AND t.slot = NEW.slot LIMIT 1) c ON true),
-        'completed', NEW.slot, NEW.claim_id, NEW.flush);
+        'completed', NEW.slot, NEW.claim_id, NEW.flush, NULL);
     RETURN NULL;
 END $$;
 CREATE TRIGGER chaos AFTER INSERT ON awa.completions FOR EACH ROW EXECUTE FUNCTION ledger.note_completion();
 
 CREATE FUNCTION ledger.note_attempt_end() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
-    PERFORM ledger.note_end(ARRAY[NEW.entry_id], NEW.outcome, NEW.slot, NEW.claim_id, NEW.flush);
+    PERFORM ledger.note_end(ARRAY[NEW.entry_id], NEW.outcome, NEW.slot, NEW.claim_id, NEW.flush, NEW.result);
     RETURN NULL;
 END $$;
 CREATE TRIGGER chaos AFTER INSERT ON awa.attempt_ends FOR EACH ROW EXECUTE FUNCTION ledger.note_attempt_end();

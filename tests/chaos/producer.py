@@ -93,6 +93,22 @@ class Producer:
         pad = chance.choices([0, 100, 5_000, 100_000], [90, 8, 1.9, 0.1])[0]
         return awa.NewJob({"mark": mark, "pad": "x" * pad}, kind=kind, **options)
 
+    def parent(self, mark: int) -> awa.NewJob:
+        """A job that one of three others follows, by how it ends; see the check of follow-ups for their marks."""
+
+        def child(number: int) -> awa.NewJob:
+            delay = self.random.choice([None, self.random.uniform(0.0, 2.0)])
+            return awa.NewJob({"mark": -(10 * mark + number)}, kind="child", delay=delay)
+
+        return awa.NewJob(
+            {"mark": mark},
+            kind="parent",
+            max_attempts=self.random.randint(1, 4),
+            on_completed=child(1),
+            on_failed=[child(2)],
+            on_cancelled=child(3),
+        )
+
     def jobs(self, marks: Iterable[int]) -> list[awa.NewJob]:
         return [self.job(mark) for mark in marks]
 

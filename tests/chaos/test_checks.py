@@ -174,6 +174,18 @@ def test_an_effect_that_was_acknowledged_and_is_there_is_no_violation(scene: Sce
     assert scene.findings() == {}
 
 
+def test_what_is_followed_as_it_ended_is_no_violation(scene: Scene) -> None:
+    _parent(scene, -71)
+    scene.note(8, 9)
+    scene.insert(8, 9, kind="parent")
+    failed, cancelled = scene.claim()
+    scene.run(failed, cancelled)
+    scene.settle([], [Outcome(failed, "failed"), Outcome(cancelled, "cancelled")])
+    scene.insert(-82, -93, kind="child")
+    scene.work()
+    assert scene.findings() == {}
+
+
 def test_what_a_session_holds_that_nobody_works_in_is_found(database: str, conn: Conn) -> None:
     """Guard: a pooler's sessions outlive their clients, so that a lock or a transaction can stay behind in them."""
     with psycopg.connect(database) as left:
@@ -401,6 +413,38 @@ def _cancelled_by_nobody(scene: Scene) -> None:
     scene.settle([], [Outcome(member, "cancelled")])
 
 
+def _parent(scene: Scene, *children: int, mark: int = 7, result: dict[str, str] | None = None) -> None:
+    scene.note(mark)
+    scene.insert(mark, kind="parent")
+    (member,) = scene.claim()
+    scene.run(member)
+    kept = {"mark": str(mark), "entry": str(member.entry_id)}
+    scene.settle([], [Outcome(member, "completed", error=result or kept)])
+    scene.insert(*children, kind="child")
+    scene.work()
+
+
+def _unfollowed(scene: Scene) -> None:
+    _parent(scene)
+
+
+def _followed_by_two(scene: Scene) -> None:
+    _parent(scene, -71, -72)
+
+
+def _followed_by_another(scene: Scene) -> None:
+    _parent(scene, -72)
+
+
+def _following_nothing(scene: Scene) -> None:
+    scene.insert(-71, kind="child")
+    scene.work()
+
+
+def _another_result(scene: Scene) -> None:
+    _parent(scene, -71, result={"mark": "7", "entry": "0"})
+
+
 PLANTS: dict[Callable[[Scene], None], set[str]] = {
     _lost: {"acknowledged and lost"},
     _unclaimed: {"never ended", "attempts never ended"},
@@ -425,6 +469,11 @@ PLANTS: dict[Callable[[Scene], None], set[str]] = {
     _told_cancelled: {"told cancelled and not so"},
     _tried_again: {"asked to be cancelled and tried again"},
     _cancelled_by_nobody: {"cancelled by nobody"},
+    _unfollowed: {"not followed by exactly one"},
+    _followed_by_two: {"not followed by exactly one"},
+    _followed_by_another: {"not followed by exactly one"},
+    _following_nothing: {"not followed by exactly one"},
+    _another_result: {"not the result of the attempt that completed"},
     _miscounted: {"attempts miscounted"},
     _run_twice: {"attempts run twice without a crash between"},
     _run_at_the_same_time: {"jobs run twice at a time, in two living runtimes"},

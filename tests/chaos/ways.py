@@ -135,6 +135,14 @@ def dependents(p: Producer) -> None:
         p.add_rows(conn, marks)
 
 
+def followed(p: Producer) -> None:
+    """With a job for each way to end."""
+    marks = p.marks(10)
+    with p.deed(marks, has_row=True) as deed, p.lent(deed) as conn:
+        p.client.insert_many([p.parent(mark) for mark in marks], conn=conn)
+        p.add_rows(conn, marks)
+
+
 PLAIN = "INSERT INTO awa.jobs (kind, args) VALUES ('nothing', %s)"
 
 
@@ -252,7 +260,7 @@ PRODUCERS = {
     "undone": Mode([(rolled_back, 1), (savepoint, 1)], 0.1, "pooled"),
     "held": Mode([(held, 1)], 0.3, "cut"),
     "old": Mode([(with_old_snapshot, 1)], 0.3),
-    "delayed": Mode([(delayed, 1)], 0.2, "pooled"),
+    "delayed": Mode([(delayed, 1), (followed, 1)], 0.2, "pooled"),
     "dependents": Mode([(dependents, 1)], 0.2),
     "two-phase": Mode([(two_phase, 1)], 0.3, "cut", notify=False, prepare=finish_prepared),
     "operator": Mode([(operate, 1)], 0.3, "cut"),

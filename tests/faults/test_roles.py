@@ -202,6 +202,36 @@ def test_a_fleet_with_the_least_rights_does_everything(
 
 
 @SCHEMAS
+def test_a_producer_waits_for_results_and_says_what_follows(
+    install: Install, start_worker: StartWorker, schema: str
+) -> None:
+    """Waiting needs one function, and the keys of its locks and its channel are the schema's own."""
+    installed = install(schema)
+    client = installed.client("worker")
+    declare(client)
+    web = installed.client("producer")
+
+    @client.task(keep_result=True)
+    def slow(n: int) -> int:
+        wait_until(lambda: web._results._line is not None, timeout=30)
+        return n
+
+    start_worker(client)
+    after = awa.NewJob({"n": 2}, kind="slow")
+    job = web.insert({"n": 1}, kind="slow", on_completed=after, on_cancelled=after)
+    assert job.result(timeout=30) == 1
+    follower = installed.execute("reader", "SELECT id FROM awa.jobs WHERE follow_ups->>'of' = %s", str(job.id))
+    assert web.result(follower, timeout=30) == 2
+    later = web.insert({"n": 3}, kind="slow", delay=1000, on_cancelled=awa.NewJob({"what": "plain"}, kind="work"))
+    assert web.cancel(later.id).happened == "cancelled"
+    with pytest.raises(awa.JobFailed):
+        later.result()
+    assert installed.execute("reader", "SELECT count(*) FROM awa.jobs WHERE kind = 'work'") == 1
+    client.close()
+    web.close()
+
+
+@SCHEMAS
 def test_a_worker_does_every_statement_of_its_loops(install: Install, schema: str) -> None:
     """One call for each statement that claiming, signs of life and maintenance send, as the worker's role."""
     installed = install(schema)

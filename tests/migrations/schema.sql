@@ -58,9 +58,9 @@ DECLARE
 BEGIN
     WITH child AS MATERIALIZED (
         SELECT nextval('awa.entry_id_seq') AS id, t.*
-          FROM (SELECT p.n AS parent, r.n, coalesce(r.queue, 'default') AS queue, r.kind, coalesce(r.args, '{}') AS args,
-                       coalesce(r.priority, 2::smallint) AS priority, coalesce(r.max_attempts, 25::smallint) AS max_attempts,
-                       r.timeout_ms, r.tags, r.metadata,
+          FROM (SELECT p.n AS parent, r.n, coalesce(r.queue, 'default') AS queue, r.kind,
+                       coalesce(r.args, '{}') AS args, coalesce(r.priority, 2::smallint) AS priority,
+                       coalesce(r.max_attempts, 25::smallint) AS max_attempts, r.timeout_ms, r.tags, r.metadata,
                        coalesce(r.run_at, clock_timestamp() + r.delay * interval '1 s') AS run_at,
                        concat('{"of":', p.id, ',"completed":' || (r.follow_ups->'completed')::text,
                               ',"failed":' || (r.follow_ups->'failed')::text,
@@ -73,8 +73,8 @@ BEGIN
     ), available AS (
         INSERT INTO awa.jobs (entry_id, id, queue, lane, priority, kind, args, max_attempts, timeout_ms, tags, metadata,
                               follow_ups)
-        SELECT c.id, c.id, c.queue, 2 * c.priority + 1, c.priority, c.kind, c.args, c.max_attempts, c.timeout_ms, c.tags,
-               c.metadata, c.follow_ups
+        SELECT c.id, c.id, c.queue, 2 * c.priority + 1, c.priority, c.kind, c.args, c.max_attempts, c.timeout_ms,
+               c.tags, c.metadata, c.follow_ups
           FROM sorted c WHERE c.is_due ORDER BY c.id
     ), scheduled AS (
         INSERT INTO awa.waiting_jobs (id, run_at, queue, priority, kind, args, max_attempts, timeout_ms, tags, metadata,
@@ -137,11 +137,11 @@ BEGIN
                     SELECT t.*, f.jobs, f.flaw
                       FROM taken t LEFT JOIN LATERAL awa.follow_ups_after(t.follow_ups, 'cancelled') f ON true
                 ), ended AS (
-                    INSERT INTO awa.ended_jobs (id, created_at, state, priority, attempt, max_attempts, timeout_ms, queue,
-                                                kind, args, metadata, tags, concurrency_key, ordering_key, unique_key,
-                                                follow_ups, history)
-                    SELECT t.id, t.created_at, 'cancelled', t.priority, t.attempt, t.max_attempts, t.timeout_ms, t.queue,
-                           t.kind, t.args, t.metadata, t.tags, t.concurrency_key, t.ordering_key, t.unique_key,
+                    INSERT INTO awa.ended_jobs (id, created_at, state, priority, attempt, max_attempts, timeout_ms,
+                                                queue, kind, args, metadata, tags, concurrency_key, ordering_key,
+                                                unique_key, follow_ups, history)
+                    SELECT t.id, t.created_at, 'cancelled', t.priority, t.attempt, t.max_attempts, t.timeout_ms,
+                           t.queue, t.kind, t.args, t.metadata, t.tags, t.concurrency_key, t.ordering_key, t.unique_key,
                            t.follow_ups,
                            awa.add_history(t.history, t.attempt, 'cancelled', clock_timestamp(), NULL, NULL,
                                            awa.with_flaw(v_error, t.flaw))
@@ -162,12 +162,12 @@ BEGIN
                     SELECT t.*, f.jobs, f.flaw
                       FROM taken t LEFT JOIN LATERAL awa.follow_ups_after(t.follow_ups, 'cancelled') f ON true
                 ), ended AS (
-                    INSERT INTO awa.ended_jobs (id, created_at, state, priority, attempt, max_attempts, timeout_ms, queue,
-                                                kind, args, metadata, tags, concurrency_key, ordering_key, unique_key,
-                                                follow_ups, history)
-                    SELECT j.id, coalesce(j.created_at, j.available_at), 'cancelled', j.priority, j.attempt, j.max_attempts,
-                           j.timeout_ms, j.queue, j.kind, j.args, j.metadata, j.tags, j.concurrency_key, j.ordering_key,
-                           j.unique_key, j.follow_ups,
+                    INSERT INTO awa.ended_jobs (id, created_at, state, priority, attempt, max_attempts, timeout_ms,
+                                                queue, kind, args, metadata, tags, concurrency_key, ordering_key,
+                                                unique_key, follow_ups, history)
+                    SELECT j.id, coalesce(j.created_at, j.available_at), 'cancelled', j.priority, j.attempt,
+                           j.max_attempts, j.timeout_ms, j.queue, j.kind, j.args, j.metadata, j.tags, j.concurrency_key,
+                           j.ordering_key, j.unique_key, j.follow_ups,
                            awa.add_history(j.history, j.attempt, 'cancelled', clock_timestamp(), NULL, NULL,
                                            awa.with_flaw(v_error, j.flaw))
                       FROM judged j
@@ -501,7 +501,8 @@ BEGIN
                                       CASE WHEN j.attempt > 1 AND j.lane % 2 = 0
                                            THEN j.history->-1->>'outcome' = 'rescued' END AS rescued,
                                       j.follow_ups::text LIKE '%"completed"%'
-                                      OR octet_length(j.unique_key) > 16 AND get_byte(j.unique_key, 16) & 32 = 0 AS single
+                                      OR octet_length(j.unique_key) > 16 AND get_byte(j.unique_key, 16) & 32 = 0
+                                          AS single
                                  FROM awa.jobs j
                                 WHERE j.queue = p_queue AND j.lane = w.lane
                                   AND (j.xid, j.entry_id) > (w.lo_xid, w.lo_entry)
@@ -1405,11 +1406,12 @@ END $$;
 CREATE FUNCTION awa.follow_up_rows(p_jobs json) RETURNS TABLE(n bigint, kind text, queue text, args json, priority smallint, max_attempts smallint, timeout_ms integer, tags text[], metadata json, run_at timestamp with time zone, delay double precision, follow_ups json)
     LANGUAGE sql STABLE
     AS $$
-    SELECT x.n, x.kind, x.queue, x.args, x.priority, x.max_attempts, x.timeout_ms, x.tags, x.metadata, x.run_at, x.delay,
-           x.follow_ups
+    SELECT x.n, x.kind, x.queue, x.args, x.priority, x.max_attempts, x.timeout_ms, x.tags, x.metadata, x.run_at,
+           x.delay, x.follow_ups
       FROM ROWS FROM (json_to_recordset(p_jobs)
-                      AS (kind text, queue text, args json, priority smallint, max_attempts smallint, timeout_ms integer,
-                          tags text[], metadata json, run_at timestamptz, delay double precision, follow_ups json))
+                      AS (kind text, queue text, args json, priority smallint, max_attempts smallint,
+                          timeout_ms integer, tags text[], metadata json, run_at timestamptz,
+                          delay double precision, follow_ups json))
            WITH ORDINALITY AS x(kind, queue, args, priority, max_attempts, timeout_ms, tags, metadata, run_at, delay,
                                 follow_ups, n)
 $$;
@@ -1426,7 +1428,7 @@ BEGIN
     SELECT format('%s[%s] %s', p_outcome, x.n - 1, x.flaw) INTO flaw
       FROM (SELECT t.n, CASE WHEN coalesce(length(t.kind), 0) NOT BETWEEN 1 AND 200
                              THEN 'needs a kind of 1 to 200 characters'
-                             WHEN length(t.queue) NOT BETWEEN 1 AND 200 THEN 'has a queue that has not 1 to 200 characters'
+                             WHEN length(t.queue) NOT BETWEEN 1 AND 200 THEN 'has a queue of not 1 to 200 characters'
                              WHEN t.priority NOT BETWEEN 1 AND 4 THEN 'has a priority that is not 1 to 4'
                              WHEN t.max_attempts NOT BETWEEN 1 AND 1000 THEN 'has max_attempts that are not 1 to 1000'
                              WHEN t.timeout_ms < 0 THEN 'has a timeout below 0'
@@ -1949,7 +1951,8 @@ END $$;
 CREATE FUNCTION awa.positions(p_entries bigint[], p_some bigint[]) RETURNS smallint[]
     LANGUAGE sql IMMUTABLE
     AS $$
-    SELECT array_agg(m.n::smallint) FROM unnest(p_entries) WITH ORDINALITY AS m(entry_id, n) WHERE m.entry_id = ANY (p_some)
+    SELECT array_agg(m.n::smallint)
+      FROM unnest(p_entries) WITH ORDINALITY AS m(entry_id, n) WHERE m.entry_id = ANY (p_some)
 $$;
 
 CREATE FUNCTION awa.promote_v1(p_floor timestamp with time zone, p_limit integer) RETURNS integer
@@ -2396,8 +2399,8 @@ BEGIN
         )
         SELECT array_agg(g.n) INTO v_done FROM good g;
         IF coalesce(cardinality(v_done), 0) < cardinality(p_claims) THEN
-            -- some member of these claims has ended otherwise, or something follows from its success, or the claim is not
-            -- ours: look at each
+            -- some member of these claims has ended otherwise, or something follows from its success, or the claim is
+            -- not ours: look at each
             FOR r IN SELECT u.*, c.entry_ids, c.claim_id IS NOT NULL AS ours, c.singles
                        FROM unnest(p_claims, p_slots, p_nonces, p_lo, p_hi) WITH ORDINALITY
                             AS u(claim, slot, nonce, lo, hi, n)
@@ -2418,7 +2421,8 @@ BEGIN
                            o_delays || array_agg(0::double precision) FILTER (WHERE m.single),
                            o_elapsed || array_agg(m.ms) FILTER (WHERE m.single),
                            o_errors || array_agg(NULL::text) FILTER (WHERE m.single)
-                      INTO v_idx, v_elapsed, o_claims, o_slots, o_nonces, o_idx, o_outcomes, o_delays, o_elapsed, o_errors
+                      INTO v_idx, v_elapsed, o_claims, o_slots, o_nonces, o_idx, o_outcomes, o_delays, o_elapsed,
+                           o_errors
                       FROM (SELECT t.i, t.ms, t.i = ANY (r.singles) AS single
                               FROM unnest(v_idx, v_elapsed) AS t(i, ms)) m;
                 END IF;
@@ -2459,7 +2463,8 @@ BEGIN
                 SELECT e.id
                   FROM unnest(o_claims, o_slots, o_idx) WITH ORDINALITY AS u(claim, slot, idx, n)
                  CROSS JOIN LATERAL (SELECT c.entry_ids[u.idx] AS entry_id FROM awa.claims c
-                                      WHERE c.slot = u.slot AND c.runtime = p_runtime AND c.claim_id = u.claim LIMIT 1) c
+                                      WHERE c.slot = u.slot AND c.runtime = p_runtime AND c.claim_id = u.claim
+                                      LIMIT 1) c
                  CROSS JOIN LATERAL (SELECT e.id FROM awa.attempt_ends e
                                       WHERE e.slot = u.slot AND e.entry_id = c.entry_id AND e.outcome = 'completed'
                                       LIMIT 1) e

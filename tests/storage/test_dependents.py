@@ -148,7 +148,7 @@ def test_when_a_parent_has_not_completed_its_dependents_are_cancelled_run_or_dis
         conn.execute("TRUNCATE awa.jobs_0, awa.attempt_ends_0")
     else:
         assert cancel(conn, bad) == ("cancelled", "cancelled")
-    run_passes(conn, worker)
+    run_passes(conn, worker, 2)
     if how == "gone":  # so is the good one
         assert [state(conn, job) for job in jobs] == ["cancelled", "cancelled", "available", None]
     else:
@@ -336,6 +336,44 @@ def test_one_pass_handles_many_and_asks_for_each_parent_once(
     run_passes(conn, worker, 2)
     assert [state(conn, job) for job in (*jobs[150:], fan_in, wide, wider)] == ["available"] * 53
     assert claim(conn, runtime, limit=500).ids == [*jobs[:150], *sorted([*jobs[150:], fan_in, wide, wider])]
+
+
+def test_a_parent_that_waits_itself_is_not_asked_for_and_its_end_is_seen_all_the_same(
+    conn: Conn, worker: Dependents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards: who is let go is known no longer, and who was known is not known for more than a pass.
+
+    Without either, what runs after a job that was cancelled, or has run, waits for ever.
+    """
+    runtime = register(conn)
+    (root,) = insert(conn, 1)
+    chain = [root]
+    for _ in range(6):
+        chain.append(after(conn, chain[-1:]))
+    asked: list[int] = []
+    look = dependents.look_at_parents
+
+    def spy(conn: Conn, schema: Any, ids: Sequence[int], places: Any) -> Any:
+        asked.extend(ids)
+        return look(conn, schema, ids, places)
+
+    monkeypatch.setattr(dependents, "look_at_parents", spy)
+    run_passes(conn, worker, 3)
+    assert asked == [root] * 3
+    for job in chain[:3]:
+        members = claim(conn, runtime).members
+        assert [member.id for member in members] == [job]
+        settle(conn, runtime, members)
+        run_passes(conn, worker)
+    assert cancel(conn, chain[5])[0] == "cancelled"
+    run_passes(conn, worker, 2)
+    assert [state(conn, job) for job in chain[3:]] == ["available", "scheduled", "cancelled", "cancelled"]
+    # somebody else cancels one between a pass and the look before a segment is emptied
+    last = after(conn, [chain[4]])
+    run_passes(conn, worker)
+    assert cancel(conn, chain[4])[0] == "cancelled"
+    assert result_of(worker.examine(conn)) == []
+    assert state(conn, last) == "cancelled"
 
 
 def test_what_may_have_ended_is_not_taken_for_looked_at(conn: Conn, worker: Dependents) -> None:

@@ -705,3 +705,60 @@ def test_jobs_that_wait_for_others_are_let_go_by_few_rows(
     listed = [plan for plan in plans if "w.waits_for = 'parent' AND w.seq >" in plan.query]
     assert len(listed) >= 3
     check(listed, most_rows=200)
+
+
+def beside_many_that_completed(conn: Conn, runtime: int) -> None:
+    """Many jobs that were completed with rows of their own, many that failed, many that wait."""
+    fill(conn, "'other'")
+    conn.execute(
+        f"""INSERT INTO awa.attempt_ends (entry_id, claim_id, flush, id, slot, outcome)
+            SELECT entry_id, 1, 1000000000, id, slot, 'completed'
+              FROM awa.jobs WHERE queue = 'other' LIMIT {LARGE // 4}"""
+    )
+    conn.execute(
+        f"""INSERT INTO awa.ended_jobs (id, created_at, priority, attempt, max_attempts, state, queue, kind, args)
+            SELECT 1000000 + n, now(), 2, 1, 1, 'failed', 'other', 'noop', '{{}}'
+              FROM generate_series(1, {LARGE // 4}) n"""
+    )
+    conn.execute(
+        f"""INSERT INTO awa.waiting_jobs (id, run_at, queue, kind)
+            SELECT 2000000 + n, now() + interval '1 h', 'other', 'noop' FROM generate_series(1, {LARGE // 4}) n"""
+    )
+
+
+@pytest.mark.parametrize("content", [nothing, beside_many_that_completed])
+@statistics
+def test_consequences_and_looks_read_few_rows(
+    conn: Conn, explained: Explained, content: Content, statistics: str
+) -> None:
+    """Guard: outcome_v1 by three indexes, keys by theirs; what follows is inserted and reads nothing."""
+    runtime = prepare(conn, statistics, content)
+    look = "SELECT * FROM awa.outcome_v1(ARRAY[%s, %s, 1000001, 2000001, 12345678]::bigint[])"
+
+    def make() -> list[int]:
+        ids = insert(conn, *range(6), queue="mine")
+        conn.execute(
+            """INSERT INTO awa.jobs (queue, kind, args, follow_ups, unique_key)
+               SELECT 'mine', 'noop', '{"n": 1}', '{"completed": [{"kind": "x"}], "failed": [{"kind": "x"}]}',
+                      decode(lpad(to_hex(n), 32, '0'), 'hex') || '\\x1f'
+                 FROM generate_series(1, 4) n"""
+        )
+        conn.execute(
+            "INSERT INTO awa.job_uniques (key, id) SELECT substring(unique_key FOR 16), id FROM awa.jobs"
+            " WHERE unique_key IS NOT NULL AND queue = 'mine' ON CONFLICT DO NOTHING"
+        )
+        return ids
+
+    for _ in range(10):
+        make()
+        members = claim(conn, runtime, queue="mine").members
+        settle(conn, runtime, members[:8], [Outcome(member, "failed") for member in members[8:]])
+        conn.execute(look, (members[0].id, members[1].id))
+    make()
+    members = claim(conn, runtime, queue="mine").members
+    with explained.watch() as plans:
+        assert settle(conn, runtime, members[:8], [Outcome(member, "failed") for member in members[8:]]) == []
+    check(plans, most_rows=100)
+    with explained.watch() as plans:
+        conn.execute(look, (members[7].id, members[9].id)).fetchall()
+    check(plans, most_rows=10)

@@ -15,8 +15,10 @@ import pytest
 from awa.errors import JobNotFound, UniqueConflict
 from awa.job import JobState
 from awa.storage import control, jobs
+from awa.storage.check import check_storage
 from awa.storage.jobs import JobRow, Written
 from awa.storage.keys import sweep_keys
+from awa.storage.trust import check_origin
 from tests.fixtures.db import wait_until
 from tests.storage.engine import (
     AWA,
@@ -293,6 +295,24 @@ def test_the_sweep_walks_in_steps_and_leaves_what_is_locked(conn: Conn, other: C
         assert sweep_keys(conn, AWA, after=all_keys[2], limit=3, seconds=1.0) == (all_keys[4], 1)
         assert sweep_keys(conn, AWA, after=all_keys[4], limit=3, seconds=1.0) == (None, 0)
         assert [rows_of(conn, key) for key in all_keys] == [0, 1, 0, 0, 1]
+
+
+def test_storage_check_counts_what_is_left_over(conn: Conn) -> None:
+    """Guard: a key is loose when its job is in none of the three places, or ended out of the key's states."""
+    check_origin(conn, AWA)
+    runtime = register(conn)
+    waits, runs, fails, done = keys(4)
+    put(conn, waits, delay=60.0)
+    put_many(conn, row(fails), row(runs), row(done))
+    members = claim(conn, runtime).members
+    settle(conn, runtime, [members[2]], [Outcome(members[0], "failed")])
+    conn.execute("DELETE FROM awa.job_uniques WHERE key = %s", (fails,))
+    report = check_storage(conn, AWA)
+    assert (report.loose_keys, report.is_sound) == (0, True)
+    conn.execute("INSERT INTO awa.job_uniques (key, id) VALUES (%s, %s)", (fails, members[0].id))
+    left_by(conn)
+    report = check_storage(conn, AWA)
+    assert (report.loose_keys, report.is_sound) == (2, True)
 
 
 # --- replace

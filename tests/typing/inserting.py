@@ -37,6 +37,38 @@ assert_type(found.run_at, datetime | None)
 assert_type(found.history, list[dict[str, Any]])
 assert_type(client.get(inserted.id), awa.JobInfo)
 
+unique = awa.Unique(by_args=["path"], period=timedelta(hours=1), states=["available", awa.JobState.RUNNING])
+assert_type(client.insert(resize.bind("a.png"), unique=unique), awa.Inserted)
+client.insert(resize.bind("a.png"), unique=False)
+awa.NewJob(resize.bind("a.png"), unique=awa.Unique(on_conflict="replace"))
+assert_type(client.cancel_by_unique_key(awa.unique_key("resize", {"path": "a.png"})), awa.Controlled)
+try:
+    client.insert(resize.bind("a.png"), unique=unique)
+except awa.UniqueConflict as conflict:
+    assert_type(conflict.existing_id, int | None)
+    assert_type(conflict.key, bytes)
+
+
+@client.task(unique=unique)
+def crop(path: str) -> None: ...
+
+
+@client.task(keep_result=True)
+def measure(path: str) -> int:
+    return len(path)
+
+
+followed = client.insert(measure.bind("a.png"), on_completed=crop.bind("a.png"), on_failed=[awa.NewJob(crop.bind("b"))])
+assert_type(followed.result(timeout=timedelta(seconds=1)), Any)
+try:
+    client.result(followed.id, timeout=1.5)
+except awa.JobFailed as failed:
+    assert_type((failed.job_id, failed.state, failed.error), tuple[int, str, dict[str, Any] | None])
+except awa.ResultNotKept as unkept:
+    assert_type(unkept.job_id, int)
+client.insert(resize.bind("a.png"), unique=True)  # type: ignore[arg-type]
+awa.Unique(on_conflict="ignore")  # type: ignore[arg-type]
+awa.Unique(True)  # type: ignore[call-arg]
 client.insert(resize.bind("a.png"), delay="1 minute")  # type: ignore[arg-type]
 client.insert(resize.bind("a.png"), run_at="tomorrow")  # type: ignore[arg-type]
 client.insert(resize.bind("a.png"), "email")  # type: ignore[call-arg]

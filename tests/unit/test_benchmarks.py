@@ -73,9 +73,9 @@ def test_every_repetition_is_one_line_of_json(server: Server, tmp_path: Path) ->
     assert "NOT DURABLE" in done.stderr  # the tests' server does not sync
     assert out.read_text() == done.stdout
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    once = ["copy", "many", "single", "bare", "noop", "paced", "1-on"]
+    once = ["copy", "many", "single", "bare", "unique", "noop", "paced", "1-on"]
     assert [line["variant"] for line in lines] == once * 2, "repetitions are interleaved"
-    assert [line["repetition"] for line in lines] == [1] * 7 + [2] * 7
+    assert [line["repetition"] for line in lines] == [1] * 8 + [2] * 8
     for line in lines:
         assert line["jobs"] > 0 and line["jobs_per_s"] > 0
         assert line["wal_bytes_per_job"] > 0 and line["commits_per_job"] > 0 and line["dead_rows_per_job"] >= 0
@@ -86,7 +86,7 @@ def test_every_repetition_is_one_line_of_json(server: Server, tmp_path: Path) ->
             assert timed == [None] * 3
         else:
             assert 0 < timed[0] <= timed[1] <= timed[2]
-        assert (line["ratio"] is not None) == (line["variant"] == "single")
+        assert (line["ratio"] is not None) == (line["variant"] in ("single", "unique"))
     with psycopg.connect(server.url("postgres")) as conn:
         left = conn.execute("SELECT datname FROM pg_database WHERE datname LIKE 'awa_benchmark%'").fetchall()
     assert left == []

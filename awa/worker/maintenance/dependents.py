@@ -1,8 +1,8 @@
 """Chore: let jobs go that wait for other jobs, when those have ended.
 
-A pass walks over the jobs that wait, in windows. Of each window's parents it asks what has become of them, in one
-statement, then lets go who waited for nothing else. Where a parent was found is kept for the next pass: to search for a
-job by its id costs much more than to look at its entry again.
+A pass walks over the jobs that wait, in windows. Of each window's parents it asks what has become of them, then lets go
+who waited for nothing else. Where a parent was found is kept for the next pass: to search for a job by its id costs
+much more than to look at its entry again. A parent that waits for others itself is not asked for; most of a chain does.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from awa.storage import dependents
 from awa.storage.dependents import Dependent, Place
 from awa.storage.schema import Schema
 
-WINDOW = 200
+WINDOW = 1_000
 """Most jobs of a window."""
 
-PARENTS = 400
+PARENTS = 1_000
 """Of how many parents a window is full."""
+
+ASKED = 250
+"""Of how many parents one statement asks what has become of them."""
 
 BUDGET = 0.05
 """Seconds after which a run leaves the rest to the next, so that other chores come in between."""
@@ -36,7 +39,7 @@ SHORTEST_PAUSE = 0.02
 """Seconds to the next pass when this one found something: in a chain of short jobs the next is ready then. As long as
 nothing happens the pauses double, up to ..."""
 
-LONGEST_PAUSE = 0.25
+LONGEST_PAUSE = 0.1
 """... so many seconds."""
 
 IDLE = 1.0
@@ -66,6 +69,10 @@ class Dependents:
     def __init__(self, schema: Schema) -> None:
         self._schema = schema
         self._places: dict[int, Place] = {}
+        self._known: set[int] = set()
+        """Jobs that waited for others in this pass, ..."""
+        self._known_before: set[int] = set()
+        """... and in the one before; whoever has been let go since is in neither."""
         self._reached = 0
         """The ``seq`` of the last job that this pass has looked at; 0 at its beginning."""
         self._has_moved = False
@@ -84,6 +91,7 @@ class Dependents:
             window = self._list(conn, self._reached)
             if not window and not self._reached:
                 self._places.clear()
+                self._known_before = set()
                 return IDLE
             looked = self._look(conn, window, began + BUDGET) if window else Looked()
             self._has_moved |= looked.has_moved or looked.is_unclear
@@ -93,6 +101,7 @@ class Dependents:
             if len(window) < WINDOW and sum(len(job.parents) for job in window) < PARENTS:
                 self._reached = 0
             if not self._reached:
+                self._known, self._known_before = set(), self._known
                 self._pause = SHORTEST_PAUSE if self._has_moved else min(2 * self._pause, LONGEST_PAUSE)
                 self._has_moved = False
                 self._not_before = monotonic() + PACE * idle
@@ -109,6 +118,7 @@ class Dependents:
         """
         examined: list[int] = []
         reached = 0
+        self._known, self._known_before = set(), set()  # somebody else may have cancelled one since
         while window := self._list(conn, reached):
             yield
             examined += self._look(conn, window, float("inf")).waiting
@@ -121,18 +131,20 @@ class Dependents:
 
     def _look(self, conn: Connection, window: list[Dependent], until: float) -> Looked:
         """See what has become of the parents of *window*, and let go who can."""
-        parents = sorted({parent for job in window for parent in job.parents})
+        self._known.update(job.id for job in window)
+        unclear = {parent for job in window for parent in job.parents} - self._known - self._known_before
+        parents = sorted(unclear)
         states: dict[int, str] = {}
-        unclear = set(parents)
-        for parent, state, place in dependents.look_at_parents(conn, self._schema, parents, self._places):
-            if place is None:
-                self._places.pop(parent, None)
-            else:
-                self._places[parent] = place
-            if state is not None and state != "passed":
-                unclear.discard(parent)
-                if state not in ("waiting", "open"):
-                    states[parent] = state
+        for some in (parents[at : at + ASKED] for at in range(0, len(parents), ASKED)):
+            for parent, state, place in dependents.look_at_parents(conn, self._schema, some, self._places):
+                if place is None:
+                    self._places.pop(parent, None)
+                else:
+                    self._places[parent] = place
+                if state is not None and state != "passed":
+                    unclear.discard(parent)
+                    if state not in ("waiting", "open"):
+                        states[parent] = state
         if len(self._places) > KEPT:
             self._places.clear()
         waiting = {job.id: job.parents for job in window}
@@ -147,6 +159,8 @@ class Dependents:
             states = dict.fromkeys(done.cancelled, "cancelled") | dict.fromkeys(done.discarded, "gone")
             for job in (*done.started, *done.cancelled, *done.discarded):
                 waiting.pop(job, None)
+                self._known.discard(job)
+                self._known_before.discard(job)
             if monotonic() > until:
                 break
             ready = [job for job, parents in waiting.items() if not states.keys().isdisjoint(parents)]
