@@ -201,7 +201,7 @@ def test_a_fleet_with_the_least_rights_does_everything(
     wait_until(lambda: installed.execute("owner", seen, schema) > 0, timeout=10)
 
 
-@SCHEMAS
+@pytest.mark.parametrize("schema", ["awa", "Jobs-2"])
 def test_a_producer_waits_for_results_and_says_what_follows(
     install: Install, start_worker: StartWorker, schema: str
 ) -> None:

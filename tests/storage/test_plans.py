@@ -726,13 +726,10 @@ def beside_many_that_completed(conn: Conn, runtime: int) -> None:
     )
 
 
-@pytest.mark.parametrize("content", [nothing, beside_many_that_completed])
 @statistics
-def test_consequences_and_looks_read_few_rows(
-    conn: Conn, explained: Explained, content: Content, statistics: str
-) -> None:
+def test_consequences_and_looks_read_few_rows(conn: Conn, explained: Explained, statistics: str) -> None:
     """Guard: outcome_v1 by three indexes, keys by theirs; what follows is inserted and reads nothing."""
-    runtime = prepare(conn, statistics, content)
+    runtime = prepare(conn, statistics, beside_many_that_completed)
     look = "SELECT * FROM awa.outcome_v1(ARRAY[%s, %s, 1000001, 2000001, 12345678]::bigint[])"
 
     def make() -> list[int]:

@@ -265,8 +265,12 @@ def test_many_threads_wait_over_one_connection_and_are_woken(
 def test_an_end_that_tells_nobody_is_found_by_a_look(
     client: awa.Client, start_worker: StartWorker, conn: Conn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guard: the polls; notifications are lost here. A kind that keeps nothing is found by a search."""
+    """Guard: the polls; notifications are lost here. A kind that keeps nothing is found by a search.
+
+    The server's locks are finite, so one process takes no more than some of them, and polls for the others.
+    """
     monkeypatch.setattr(results._Line, "take_notified", lambda self: [])
+    monkeypatch.setattr(results, "MOST_LOCKS", 2)
     gate = threading.Event()
 
     @client.task(keep_result=True)
@@ -279,11 +283,14 @@ def test_an_end_that_tells_nobody_is_found_by_a_look(
         assert gate.wait(30)
 
     start_worker(client)
-    jobs = [client.insert(kept.bind()), client.insert(plain.bind())]
+    jobs = [client.insert(task.bind()) for task in (kept, kept, kept, plain)]
     waiting = Waiting([lambda job=job: job.result(timeout=60) for job in jobs])  # type: ignore[misc]
-    wait_until(lambda: client._results._line is not None, timeout=20)
+    wait_until(lambda: len(client._results._waits) == 4, timeout=20)
+    wait_until(lambda: sum(wait.is_locked for wait in client._results._waits.values()) == 2, timeout=20)
+    assert client._results._line is not None
+    assert client._results._line.locks == 2
     gate.set()
-    assert waiting.join() == {0: 1, 1: ResultNotKept}
+    assert waiting.join() == {0: 1, 1: 1, 2: 1, 3: ResultNotKept}
 
 
 def test_a_job_that_vanishes_is_not_waited_for(client: awa.Client, conn: Conn) -> None:
