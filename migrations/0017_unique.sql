@@ -57,9 +57,11 @@ $$;
 -- it is gone. 'unclear' when it is nowhere to be seen, and a segment was emptied since that snapshot: what was carried
 -- out of it before is out of sight then. The caller's lock on the segments, from this function on, keeps more from
 -- being emptied.
+--
+-- Bitmap scans are on, whatever the caller set: the search by id, whose plan the session keeps, has no other way.
 CREATE FUNCTION awa.state_in_ring(u awa.job_uniques) RETURNS text
 LANGUAGE plpgsql STABLE
-SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off
+SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_bitmapscan = on SET jit = off
 AS $$
 DECLARE
     v_at timestamptz;
@@ -67,7 +69,8 @@ DECLARE
 BEGIN
     IF u.slot IS NOT NULL THEN
         SELECT j.available_at INTO v_at FROM awa.jobs j
-         WHERE j.slot = u.slot AND j.queue = u.queue AND j.lane = u.lane AND j.xid = u.xid AND j.entry_id = u.entry_id;
+         WHERE j.slot = u.slot AND j.queue = u.queue AND j.lane = u.lane AND j.xid = u.xid AND j.entry_id = u.entry_id
+           AND j.id = u.id;
         IF FOUND THEN
             SELECT e.outcome INTO v_state FROM awa.attempt_ends e WHERE e.slot = u.slot AND e.entry_id = u.entry_id;
             IF v_state IN ('completed', 'failed', 'cancelled') THEN
@@ -678,7 +681,7 @@ BEGIN
            AND (s.states & 38 < 38
                 OR NOT EXISTS (SELECT FROM awa.jobs j
                                 WHERE j.slot = s.slot AND j.queue = s.queue AND j.lane = s.lane AND j.xid = s.xid
-                                  AND j.entry_id = s.entry_id
+                                  AND j.entry_id = s.entry_id AND j.id = s.id
                                   AND NOT EXISTS (SELECT FROM awa.attempt_ends e
                                                    WHERE e.slot = j.slot AND e.entry_id = j.entry_id
                                                      AND e.outcome <> 'completed' OFFSET 0)

@@ -20,6 +20,8 @@ from tests.fixtures.jobs import StartWorker, count
 
 THREADS, ROUNDS, POOL, BATCH = 8, 14, 40, 30
 
+REPLACE = Unique(by_args=["n"], on_conflict="replace")
+
 LIVING = """
     SELECT u.n, count(*)
       FROM (SELECT DISTINCT (j.args->>'n')::integer AS n, j.id FROM awa.jobs j
@@ -38,7 +40,8 @@ def test_shuffled_batches_of_the_same_keys_beside_workers_and_prune(
     """Guard: keys of a batch are taken in ascending order, those that were left included, and given back before a call
     begins anew. Without the order two batches each hold what the other wants: 40P01, after a second.
 
-    Half of the batches go through the caller's transaction, of which a third is rolled back. Meanwhile jobs fail,
+    Half of the batches go through the caller's transaction, of which a third is rolled back; half of the jobs replace
+    what waits, which are row locks in another table, taken in the order of the keys too. Meanwhile jobs fail,
     complete and are forgotten, so that keys are taken over, and others' rows removed, all the time.
     """
     client = awa.Client(database, pool_size=THREADS)
@@ -67,7 +70,10 @@ def test_shuffled_batches_of_the_same_keys_beside_workers_and_prune(
         rng = random.Random(number)
         for turn in range(ROUNDS):
             numbers = rng.sample(range(POOL), BATCH)
-            items: list[Any] = [NewJob(work.bind(n, number), delay=rng.choice([None, None, 0.05])) for n in numbers]
+            items: list[Any] = [
+                NewJob(work.bind(n, number), delay=rng.choice([None, None, 0.05]), unique=rng.choice([None, REPLACE]))
+                for n in numbers
+            ]
             is_kept = True
             if turn % 2:
                 with psycopg.connect(database) as lent:

@@ -24,7 +24,7 @@ from psycopg.rows import scalar_row
 import awa
 from awa.cli import main
 from awa.errors import ConfigError
-from awa.storage import backends, ended, lookup, recovery, ring, runtimes, waiting
+from awa.storage import backends, ended, keys, lookup, recovery, ring, runtimes, waiting
 from awa.storage.check import check_storage
 from awa.storage.grants import OWNERS_FUNCTIONS, parse_grants
 from awa.storage.migrate import migrate
@@ -158,7 +158,7 @@ def test_a_fleet_with_the_least_rights_does_everything(
     client = installed.client("worker")
     declare(client)
     web = installed.client("producer")
-    start_worker(client, poll_interval=30, completed_retention=0, rotate_after=0.3, heartbeat=0.2, stale_after=5)
+    start_worker(client, poll_interval=30, completed_retention=0, rotate_after=1.0, heartbeat=0.2, stale_after=5)
 
     whats = ("plain", "retry", "fail", "complete", "snooze", "cancel", "insert", "x" * 200_000)
     jobs = [web.insert({"what": what}, kind="work") for what in whats]
@@ -172,6 +172,12 @@ def test_a_fleet_with_the_least_rights_does_everything(
     assert installed.execute("producer", typed) > 0
     states = [has_ended(web, job, timeout=30).state for job in jobs[:3]]
     assert states == ["completed", "completed", "failed"]
+    equal: dict[str, Any] = {"kind": "work", "unique": awa.Unique(on_conflict="replace"), "delay": 1000}
+    key = awa.unique_key("work", {"what": "equal"})
+    unique = web.insert({"what": "equal"}, **equal)
+    assert web.insert_many([awa.NewJob({"what": "equal"}, **equal), awa.NewJob({}, kind="x")])[0].id == unique.id
+    assert installed.execute("producer", "SELECT id FROM awa.enqueue_v1('x', p_unique_key => %s)", key) == unique.id
+    assert web.cancel_by_unique_key(key).id == unique.id
 
     told = web.insert({"what": "wait"}, kind="work")
     in_state(web, told, "running", timeout=30)
@@ -281,6 +287,8 @@ def test_a_worker_does_every_statement_of_its_loops(install: Install, schema: st
         assert waiting.promote(conn, names, behind=None, limit=10) >= 0
         waiting.seconds_to_next(conn, names, behind=1.0)
         assert waiting.take_leader_bell(conn, names)
+        installed.execute("producer", "SELECT id FROM awa.enqueue_v1('k', p_unique_key => %s)", bytes(16))
+        assert keys.sweep_keys(conn, names, after=b"", limit=10, seconds=1.0) == (bytes(16), 0)
         assert ended.delete_old(conn, names, failed=0.0, dead=0.0, limit=10) >= 0
         # the ring: what waits is carried out of the old slot, which is then emptied
         assert ring.rotate(conn, names) == 1
@@ -384,6 +392,16 @@ WRITES = [
     "SELECT happened FROM awa.cancel_v1(1)",
     "SELECT happened FROM awa.move_v1(%(job)s, 'q')",
     "UPDATE awa.ring SET sealed_at = now()",
+    "SELECT id FROM awa.enqueue_v1('k')",
+    "SELECT id FROM awa.enqueue_many_v1('{q}', '{2}', '{k}', '{1}', '{1}', '{NULL}', '{NULL}', '{NULL}', '{NULL}',"
+    " '{NULL}', '{NULL}', '{NULL}', '{NULL}', '{NULL}', '{NULL}')",
+    "SELECT awa.holder_v1('')",
+]
+KEYS = [
+    "SELECT key FROM awa.job_uniques",
+    "INSERT INTO awa.job_uniques (key, id) VALUES (decode(md5(''), 'hex'), 1)",
+    "DELETE FROM awa.job_uniques",
+    "SELECT reached FROM awa.sweep_keys_v1('', 1, 1)",
 ]
 OTHERS_WORK = [CLAIM, FENCE, PRUNE, "SELECT awa.rotate_v1()", "SELECT awa.analyze_v1(0::smallint)"]
 
@@ -395,9 +413,9 @@ def test_no_part_can_do_more(install: Install, schema: str) -> None:
     job = installed.execute("owner", "INSERT INTO awa.jobs (kind) VALUES ('k') RETURNING id")
     refused = {
         "worker": CHANGES,
-        "producer": [*CHANGES, *OTHERS_WORK, READ_ARGS, FORGED_XID, FORGED_SLOT, WRITES[4], WRITES[5]],
-        "reader": [*CHANGES, *OTHERS_WORK, *WRITES],
-        "nobody": [*CHANGES, *OTHERS_WORK, *WRITES, READ_ARGS, "SELECT id FROM awa.find_job_v2(1)"],
+        "producer": [*CHANGES, *OTHERS_WORK, READ_ARGS, FORGED_XID, FORGED_SLOT, WRITES[4], WRITES[5], *KEYS],
+        "reader": [*CHANGES, *OTHERS_WORK, *WRITES, *KEYS[1:3]],
+        "nobody": [*CHANGES, *OTHERS_WORK, *WRITES, *KEYS, READ_ARGS, "SELECT id FROM awa.find_job_v2(1)"],
     }
     for part, statements in refused.items():
         with installed.connect(part) as conn:
@@ -406,7 +424,16 @@ def test_no_part_can_do_more(install: Install, schema: str) -> None:
                     conn.execute(installed.schema.sql(statement), {"job": job} if "%(" in statement else None)
     # the owner can do what the others cannot, so the statements say what they seem to
     with installed.connect("owner") as conn:
-        for statement in [*CHANGES[:8], FORGED_SLOT, *OTHERS_WORK[1:], *WRITES[:4], SET_RING, TRUNCATE]:
+        for statement in [
+            *CHANGES[:8],
+            FORGED_SLOT,
+            *OTHERS_WORK[1:],
+            *WRITES[:4],
+            *WRITES[6:],
+            *KEYS,
+            SET_RING,
+            TRUNCATE,
+        ]:
             conn.execute(installed.schema.sql(statement), {"job": job} if "%(" in statement else None)
 
 

@@ -2484,7 +2484,7 @@ CREATE FUNCTION awa.state_in_ring(u awa.job_uniques) RETURNS text
     LANGUAGE plpgsql STABLE
     SET plan_cache_mode TO 'force_generic_plan'
     SET enable_seqscan TO 'off'
-    SET enable_bitmapscan TO 'off'
+    SET enable_bitmapscan TO 'on'
     SET jit TO 'off'
     AS $$
 DECLARE
@@ -2493,7 +2493,8 @@ DECLARE
 BEGIN
     IF u.slot IS NOT NULL THEN
         SELECT j.available_at INTO v_at FROM awa.jobs j
-         WHERE j.slot = u.slot AND j.queue = u.queue AND j.lane = u.lane AND j.xid = u.xid AND j.entry_id = u.entry_id;
+         WHERE j.slot = u.slot AND j.queue = u.queue AND j.lane = u.lane AND j.xid = u.xid AND j.entry_id = u.entry_id
+           AND j.id = u.id;
         IF FOUND THEN
             SELECT e.outcome INTO v_state FROM awa.attempt_ends e WHERE e.slot = u.slot AND e.entry_id = u.entry_id;
             IF v_state IN ('completed', 'failed', 'cancelled') THEN
@@ -2580,7 +2581,7 @@ BEGIN
            AND (s.states & 38 < 38
                 OR NOT EXISTS (SELECT FROM awa.jobs j
                                 WHERE j.slot = s.slot AND j.queue = s.queue AND j.lane = s.lane AND j.xid = s.xid
-                                  AND j.entry_id = s.entry_id
+                                  AND j.entry_id = s.entry_id AND j.id = s.id
                                   AND NOT EXISTS (SELECT FROM awa.attempt_ends e
                                                    WHERE e.slot = j.slot AND e.entry_id = j.entry_id
                                                      AND e.outcome <> 'completed' OFFSET 0)

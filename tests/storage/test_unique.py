@@ -19,6 +19,7 @@ from awa.storage.check import check_storage
 from awa.storage.jobs import JobRow, Written
 from awa.storage.keys import sweep_keys
 from awa.storage.trust import check_origin
+from awa.worker.maintenance import keys as chore
 from tests.fixtures.db import wait_until
 from tests.storage.engine import (
     AWA,
@@ -295,6 +296,17 @@ def test_the_sweep_walks_in_steps_and_leaves_what_is_locked(conn: Conn, other: C
         assert sweep_keys(conn, AWA, after=all_keys[2], limit=3, seconds=1.0) == (all_keys[4], 1)
         assert sweep_keys(conn, AWA, after=all_keys[4], limit=3, seconds=1.0) == (None, 0)
         assert [rows_of(conn, key) for key in all_keys] == [0, 1, 0, 0, 1]
+
+
+def test_the_leader_walks_over_all_keys_from_anywhere(conn: Conn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guard: the chore goes on where it stopped, begins again after the last key, and rests as its cost says."""
+    monkeypatch.setattr(chore, "BATCH", 3)
+    sweep = chore.Keys(AWA, pause=1234.0)
+    for key in keys(10) + [b"\xff" * 15 + bytes([n]) for n in range(10)]:
+        left_by(conn, key)
+    rests = [sweep.run(conn, 0.0) for _ in range(20)]
+    assert scalar(conn, "SELECT count(*) FROM awa.job_uniques") == 0
+    assert 1234.0 in rests and 0.0 < min(rests) < 1234.0
 
 
 def test_storage_check_counts_what_is_left_over(conn: Conn) -> None:
