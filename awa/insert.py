@@ -411,13 +411,18 @@ class Producer:
     def insert(self, item: object, conn: Lent | None) -> Written:
         """Write one job, in the transaction of *conn* or in one of its own."""
         row = prepare(item, self.registry, self.defaults)
+        if isinstance(conn, Connection):
+            return self._write_one(row, conn)
         if conn is not None:
             with lent(conn) as driver:
-                return jobs.insert_job(driver, self.schema, *self._timed([row], driver), notify=self.notify)
+                return self._write_one(row, driver)
         with self.own() as borrowed:
-            return repeated(
-                lambda: jobs.insert_job(borrowed, self.schema, *self._timed([row], borrowed), notify=self.notify)
-            )
+            return repeated(lambda: self._write_one(row, borrowed))
+
+    def _write_one(self, row: JobRow, conn: Driver) -> Written:
+        if callable(row.unique):
+            [row] = self._timed([row], conn)
+        return jobs.insert_job(conn, self.schema, row, notify=self.notify)
 
     def insert_many(self, items: Iterable[object], conn: Lent | None) -> list[Written]:
         """Write a batch by one statement, all or nothing; what became of each, in the order of *items*."""

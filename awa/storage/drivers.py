@@ -124,8 +124,8 @@ def copy(conn: Driver, statement: str, chunks: Iterator[bytes]) -> None:
         _copy_by_psycopg2(conn, statement, chunks)
         return
     with OwnCursor(conn) as cursor:
-        if conn.info.transaction_status == TransactionStatus.IDLE and not conn.autocommit:
-            cursor.execute("SELECT 1")  # begins the caller's transaction, which the block below must not commit
+        if _wants_a_statement(conn):
+            cursor.execute("SELECT 1")
         with conn.transaction(), cursor.copy(statement) as copying:
             for chunk in chunks:
                 copying.write(chunk)
@@ -134,11 +134,21 @@ def copy(conn: Driver, statement: str, chunks: Iterator[bytes]) -> None:
 async def copy_async(conn: AsyncConnection[Any], statement: str, chunks: Iterator[bytes]) -> None:
     """As :func:`copy`."""
     async with OwnAsyncCursor(conn) as cursor:
-        if conn.info.transaction_status == TransactionStatus.IDLE and not conn.autocommit:
+        if _wants_a_statement(conn):
             await cursor.execute("SELECT 1")
         async with conn.transaction(), cursor.copy(statement) as copying:
             for chunk in chunks:
                 await copying.write(chunk)
+
+
+def _wants_a_statement(conn: Connection[Any] | AsyncConnection[Any]) -> bool:
+    """Whether one goes before ``conn.transaction()``.
+
+    It begins the caller's transaction, which the block would begin, and commit, by itself. In an aborted one it raises;
+    some psycopg 3.2 would allow no rollback after the block has failed to begin.
+    """
+    status = conn.info.transaction_status
+    return status == TransactionStatus.INERROR or (status == TransactionStatus.IDLE and not conn.autocommit)
 
 
 # --- values as text

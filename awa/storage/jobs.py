@@ -241,7 +241,7 @@ def insert_job(conn: Driver, schema: Schema, row: JobRow, *, notify: bool) -> Wr
             args.decode(),
             str(max_attempts),
         )
-        return Written(JobId(int(_one_row(conn, schema, INSERT_ONE, notify, params)[0])))
+        return Written(_one_row(conn, schema, INSERT_ONE, notify, params)[0])
     if row.unique is None or row.parents is not None:
         return insert_jobs(conn, schema, [row], notify=notify)[0]
     assert isinstance(row.unique, bytes)
@@ -359,7 +359,7 @@ def _written(rows: Sequence[JobRow], found: list[tuple[Any, ...]]) -> list[Writt
     """What became of *rows*, by what the statement of their batch gave."""
     if len(found[0]) == 4:  # ENQUEUE_MANY
         return _enqueued(rows, found)
-    return [Written(JobId(int(row[0]))) for row in found]
+    return [Written(row[0]) for row in found]
 
 
 def _enqueued(rows: Sequence[JobRow], found: list[tuple[Any, ...]]) -> list[Written]:

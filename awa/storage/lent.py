@@ -124,6 +124,11 @@ def _begin(conn: Any) -> None:
     """Begin the transaction of a SQLAlchemy connection that has none: else its commit() would do nothing."""
     transaction, savepoint = conn.get_transaction(), conn.get_nested_transaction()
     if transaction is None:
+        if not hasattr(conn, "commit"):
+            raise ConfigError(
+                "conn is a connection of SQLAlchemy before 2.0 outside of a transaction: lend it within one, "
+                "`with engine.begin() as conn:`, or a Session"
+            )
         conn.begin()  # sends nothing
         return
     block = getattr(conn, "_trans_context_manager", None)  # the innermost `with conn.begin...()`

@@ -47,11 +47,14 @@ def make_due(conn: Connection[Any], schema: Schema, *, queue: str | None, kinds:
 
 
 # Also queues whose jobs have all ended: a claim of one is soon told that it is empty.
-LIST_QUEUES = "SELECT queue FROM awa.jobs UNION SELECT queue FROM awa.waiting_jobs ORDER BY 1"
+LIST_QUEUES = """
+    SELECT queue FROM awa.jobs UNION SELECT queue FROM awa.waiting_jobs UNION SELECT queue FROM awa.ended_jobs
+     ORDER BY 1
+"""
 
 
 def list_queues(conn: Connection[Any], schema: Schema) -> list[str]:
-    """Every queue that has, or lately had, a job, by name."""
+    """Every queue that has, or had, a job, by name."""
     with Cursor(conn, row_factory=scalar_row) as cursor:
         return [str(name) for name in cursor.execute(schema.sql(LIST_QUEUES))]
 

@@ -75,10 +75,7 @@ class Entry:
 
 
 class Book:
-    """What was inserted inline: a list of jobs, in the order of their inserts.
-
-    Its clock is the computer's, plus what :func:`awa.testing.advance` added.
-    """
+    """What was inserted inline: a list of jobs, in the order of their inserts."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # guards all of this
@@ -87,7 +84,6 @@ class Book:
         self._followed: list[JobId] = []  # inserted by an outcome, since the last call of freed()
         self._ids = itertools.count(1)
         self._orders = itertools.count(1)
-        self._ahead = timedelta()
 
     @property
     def jobs(self) -> list[JobInfo]:
@@ -140,15 +136,12 @@ class Book:
 
     # --- for the rest of this package
 
-    @property
-    def now(self) -> datetime:
-        """The time, by the book's clock."""
-        return datetime.now(UTC) + self._ahead
-
     def advance(self, step: timedelta) -> int:
-        """Put the clock forward; returns how many jobs became available."""
+        """Bring the times of everything that waits closer; returns how many jobs became available."""
         with self._lock:
-            self._ahead += step
+            for entry in self._entries.values():
+                if entry.run_at is not None:
+                    entry.run_at -= step
             return self.promote()
 
     def add(self, rows: Sequence[JobRow]) -> list[Written]:
@@ -159,7 +152,7 @@ class Book:
             JobNotFound: A parent does not exist.
         """
         with self._lock:
-            now = self.now
+            now = datetime.now(UTC)
             rows = _keyed(list(rows), now.timestamp())
             for n, row in enumerate(rows, start=1):
                 for parent in row.parents or ():
@@ -203,7 +196,8 @@ class Book:
         """What a job that waits is about; its id, key, attempts and history stay."""
         if entry.waits_for is None:
             return
-        entry.row = row._replace(unique=entry.row.unique)
+        failed = entry.row.on_parent_failure if row.parents is None else row.on_parent_failure
+        entry.row = row._replace(unique=entry.row.unique, on_parent_failure=failed)
         run_at = _due(row, now)
         if row.parents is not None:
             entry.parents = row.parents
@@ -229,7 +223,7 @@ class Book:
     def promote(self) -> int:
         """Make available what is due; returns how many."""
         with self._lock:
-            now = self.now
+            now = datetime.now(UTC)
             due = [entry for entry in self._entries.values() if _waits_until(entry) <= now]
             for entry in sorted(due, key=lambda entry: (entry.run_at, entry.id)):
                 self._make_available(entry)
@@ -245,7 +239,7 @@ class Book:
                 lost = {entry.id: self._lost_parent(entry) for entry in left}
                 for entry in left:  # first those that can go, as the database does
                     if lost[entry.id] is None and not self._has_open_parent(entry):
-                        if entry.run_at is not None and entry.run_at > self.now:
+                        if entry.run_at is not None and entry.run_at > datetime.now(UTC):
                             entry.waits_for = "time"
                         else:
                             self._make_available(entry)
@@ -287,7 +281,7 @@ class Book:
     def make_due(self, *, queue: str | None, kinds: Iterable[str]) -> None:
         """Let the time come for everything of *queue* and *kinds* that waits for it."""
         with self._lock:
-            now, known = self.now, set(kinds)
+            now, known = datetime.now(UTC), set(kinds)
             due = [
                 (entry.run_at, entry.id, entry)
                 for entry in self._entries.values()
@@ -302,9 +296,9 @@ class Book:
                 entry.run_at = now - timedelta(microseconds=back)
 
     def queues(self) -> list[str]:
-        """Every queue with an available job, by name."""
+        """Every queue that has, or had, a job, by name."""
         with self._lock:
-            return sorted({e.row.queue for e in self._entries.values() if e.state is JobState.AVAILABLE})
+            return sorted({entry.row.queue for entry in self._entries.values()})
 
     def can_begin(self, job_id: int, handlers: dict[str, Handler]) -> bool:
         """Whether the job is available and has a handler."""
@@ -326,7 +320,7 @@ class Book:
         """Begin an attempt on an available job."""
         with self._lock:
             entry = self._entries[job_id]
-            entry.state, entry.claimed_at, entry.waits_for = JobState.RUNNING, self.now, None
+            entry.state, entry.claimed_at, entry.waits_for = JobState.RUNNING, datetime.now(UTC), None
             entry.elapsed_ms = None
             entry.open = _attempt_of(entry, handlers)
             return entry.open
@@ -356,7 +350,7 @@ class Book:
                 entry.number += 1
             if ending.delay:
                 state = JobState.RETRYABLE if outcome == "retried" else JobState.SCHEDULED
-                self._wait(entry, state, self.now + timedelta(seconds=ending.delay))
+                self._wait(entry, state, datetime.now(UTC) + timedelta(seconds=ending.delay))
             else:
                 self._make_available(entry)
 
@@ -385,7 +379,7 @@ class Book:
         entry.order = next(self._orders)
 
     def _end(self, entry: Entry, state: JobState) -> None:
-        now = self.now
+        now = datetime.now(UTC)
         entry.state, entry.run_at, entry.waits_for, entry.ended_at = state, None, None, now
         follow_ups = {} if entry.row.follow_ups is None else orjson.loads(entry.row.follow_ups)
         for said in follow_ups.get(state, ()):
@@ -398,7 +392,7 @@ class Book:
             {
                 "attempt": entry.number,
                 "outcome": outcome,
-                "ended_at": self.now.isoformat(),
+                "ended_at": datetime.now(UTC).isoformat(),
                 "elapsed_ms": elapsed_ms,
                 "runtime": None,
                 **{name: told.get(name) for name in ("type", "text", "traceback")},

@@ -156,9 +156,8 @@ def advance(
 ) -> int:
     """Let time pass for the jobs of *client* that wait for it, and make available what is due then.
 
-    A database's clock cannot be moved. So on a database everything that waits is moved instead: each ``run_at`` comes
-    closer by the step. What was inserted, claimed or ended keeps its time, and so does Python's clock. Inline, the
-    book's clock goes forward.
+    No clock is moved, neither the database's nor Python's. Instead everything that waits is moved: each ``run_at``
+    comes closer by the step. What was inserted, claimed or ended keeps its time.
 
     Args:
         step: How much; or as days, hours, minutes and seconds, which are added.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
+from random import Random
 from typing import Any
 
 import psycopg
@@ -16,6 +17,7 @@ import pytest
 import awa
 from awa import NewJob, Unique
 from awa.testing import Ran, advance, inline, list_jobs, run_all, run_one
+from awa.unique import USUAL_STATES
 from tests.worker.test_validation import REFUSED, Typed
 
 
@@ -351,6 +353,84 @@ def results(client: awa.Client, conn: psycopg.Connection[Any]) -> list[Any]:
     return [ran, said, client.result(jobs[4].id)]
 
 
+def at_random(seed: int) -> Story:
+    """A story of random inserts, runs, cancels and steps of time; the same each time for a seed."""
+
+    def story(client: awa.Client, conn: psycopg.Connection[Any]) -> list[Any]:
+        random = Random(seed)
+        said: list[Any] = []
+
+        @client.task(retry=awa.fixed(100))
+        def work(n: int, how: str, inner: int) -> object:
+            for child in range(inner):
+                client.insert(work.bind(100 * n + child, "ok", 0), priority=1 + child % 4)
+            match how:
+                case "fail":
+                    raise awa.TerminalError(how)
+                case "raise":
+                    raise KeyError(how)
+                case "retry":
+                    return awa.RetryAfter(50)
+                case "snooze":
+                    return awa.Snooze(70) if awa.current_job().attempt == 1 and not n % 2 else None
+                case "cancel":
+                    return awa.Cancel()
+            return None
+
+        def new(depth: int = 0) -> NewJob:
+            how = random.choice(["ok", "ok", "ok", "fail", "raise", "retry", "snooze", "cancel"])
+            options: dict[str, Any] = {
+                "queue": random.choice([None, None, "a", "z"]),
+                "priority": random.choice([None, None, 1, 4]),
+                "max_attempts": random.choice([1, 2, 3]),
+                "delay": random.choice([None, None, None, 30, 90, 200]),
+            }
+            for name in ("on_completed", "on_failed", "on_cancelled"):
+                if depth < 2 and random.random() < 0.15:
+                    options[name] = [new(depth + 1) for _ in range(random.randint(1, 2))]
+            if depth == 0 and random.random() < 0.3:
+                mode = random.choice(["return", "replace", "raise"])
+                states = random.choice([USUAL_STATES, ["available", "running", "retryable"]])
+                options["unique"] = Unique(
+                    by_args=["n"], by_queue=random.random() < 0.5, states=states, on_conflict=mode
+                )
+            return NewJob(work.bind(random.randrange(12), how, random.choice([0, 0, 0, 2])), **options)
+
+        for _ in range(40):
+            jobs = list_jobs(client)
+            match random.choice(
+                ["one", "one", "one", "many", "after", "after", "run", "limit", "advance", "cancel", "due"]
+            ):
+                case "one" | "many" | "after" as way:
+                    items = [new() for _ in range(1 if way != "many" else 4)]
+                    if way == "after" and jobs:
+                        parents = random.sample([job.id for job in jobs], min(len(jobs), random.randint(1, 2)))
+                        failed = random.choice([None, "run", "discard"])
+                        items = [replace(item, after=parents, after_failed=failed) for item in items]
+                    try:
+                        written = client.insert_many(items)
+                    except awa.UniqueConflict as error:
+                        said.append(error.key)
+                        continue
+                    places = {job.id: place for place, job in enumerate(list_jobs(client))}
+                    said.append([(places.get(one.id), one.is_new) for one in written])
+                case "run":
+                    said.append(told(client, run_all(client, raises=False, kind=work)))
+                case "limit":
+                    said.append([one.args for one in run_all(client, raises=False, limit=3)])
+                case "due":
+                    said.append([one.args for one in run_all(client, raises=False, with_scheduled=True)])
+                case "advance":
+                    said.append(advance(client, seconds=60))
+                case "cancel" if jobs:
+                    said.append(client.cancel(random.choice(jobs).id, reason="at random").happened)
+        said.append(told(client, run_all(client, raises=False)))
+        return said
+
+    story.__name__ = f"at random {seed}"
+    return story
+
+
 def told(client: awa.Client, ran: list[Ran]) -> list[Any]:
     """What can be compared: everything but ids, times and processes."""
     first = {job.id: position for position, job in enumerate(list_jobs(client))}
@@ -361,7 +441,8 @@ def told(client: awa.Client, ran: list[Ran]) -> list[Any]:
     jobs = []
     for job in list_jobs(client):
         assert job == client.get(job.id)
-        ahead = None if job.run_at is None else round((job.run_at - job.created_at).total_seconds() / 10)
+        since = job.claimed_at or job.created_at
+        ahead = None if job.run_at is None else round((job.run_at - since).total_seconds() / 10)
         times = [job.claimed_at is None, job.ended_at is None, job.elapsed_ms is None, ahead]
         history = [numbered({k: v for k, v in one.items() if k not in _VARIES}, first) for one in job.history]
         assert all(datetime.fromisoformat(one["ended_at"]) > job.created_at for one in job.history)
@@ -386,7 +467,17 @@ _VARIES = {"ended_at", "elapsed_ms", "runtime"}
 
 @pytest.mark.parametrize(
     "story",
-    [endings, rich, order_of_things, control, completing, uniqueness, following, results],
+    [
+        endings,
+        rich,
+        order_of_things,
+        control,
+        completing,
+        uniqueness,
+        following,
+        results,
+        *map(at_random, (17, 31, 41)),
+    ],
     ids=lambda story: story.__name__,
 )
 def test_inline_and_on_a_database(story: Story, database: str, caplog: pytest.LogCaptureFixture) -> None:
