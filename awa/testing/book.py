@@ -316,9 +316,11 @@ class Book:
                 entry.waits_for = "kind"
             return None
 
-    def begin(self, job_id: int, handlers: dict[str, Handler]) -> Attempt:
-        """Begin an attempt on an available job."""
+    def begin(self, job_id: int, handlers: dict[str, Handler]) -> Attempt | None:
+        """Begin an attempt on a job; None when it is not available, or has no handler."""
         with self._lock:
+            if not self.can_begin(job_id, handlers):
+                return None
             entry = self._entries[job_id]
             entry.state, entry.claimed_at, entry.waits_for = JobState.RUNNING, datetime.now(UTC), None
             entry.elapsed_ms = None

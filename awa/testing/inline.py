@@ -25,6 +25,9 @@ from awa.testing.here import Completes, Ending, handlers_of, passes_on, run_here
 DEEPEST = 30
 """Most handlers that insert within each other."""
 
+MOST = 10_000
+"""Most jobs that an insert runs, those that follow included."""
+
 _BOOK = "_awa_book"
 
 
@@ -55,7 +58,7 @@ def inline(client: Client, *, run: bool = True, raises: bool = True, after_commi
         The book, whose ``jobs`` are what was inserted.
 
     Raises:
-        AwaError: Handlers insert within each other more than 30 deep.
+        AwaError: Handlers insert within each other more than 30 deep, or 10,000 jobs follow one.
         ConfigError: *client* is none.
     """
     check_client(client)
@@ -131,11 +134,11 @@ class _Desk:
         self._waits = after_commit
         self._level = _Level()
 
-    def inserted(self, written: Sequence[Written], conn: object) -> None:
+    def inserted(self, rows: Sequence[JobRow], written: Sequence[Written], conn: object) -> None:
         """Run jobs that were inserted with *conn*, now or when it has committed."""
-        # one that replaced what an equal job is about is available now, perhaps
-        ids = [job_id for job_id, _ in written]
         new = [job_id for job_id, is_new in written if is_new]
+        # an equal job that was given this one's args and time may be available now
+        ids = [one.id for row, one in zip(rows, written, strict=True) if one.is_new or row.on_conflict == "replace"]
         if conn is not None and self._waits and (session := session_of(conn)) is not None:
             on_end(session, lambda: self.run(ids), lambda: self.book.remove(new))
         else:
@@ -165,13 +168,18 @@ class _Desk:
         try:
             book.promote()
             due = deque([*job_ids, *book.freed()])
+            ran = 0
             while due:
                 job_id = due.popleft()
                 if not book.can_begin(job_id, handlers):
                     continue
-                if level.depth > DEEPEST:
-                    raise self._too_deep(job_id)
-                ending = run_booked(book, book.begin(job_id, handlers), self._client)
+                ran += 1
+                if level.depth > DEEPEST or ran > MOST:
+                    raise self._for_ever(job_id)
+                attempt = book.begin(job_id, handlers)
+                if attempt is None:
+                    continue  # another thread has
+                ending = run_booked(book, attempt, self._client)
                 if ending.is_surprise and ending.error is not None:
                     level.raised.append(ending.error)
                 due += book.freed()
@@ -182,9 +190,11 @@ class _Desk:
             if self._raises:
                 raise raised[0]
 
-    def _too_deep(self, job_id: JobId) -> AwaError:
+    def _for_ever(self, job_id: JobId) -> AwaError:
+        deep = f"insert within each other more than {DEEPEST} deep"
+        many = f"have had more than {MOST:,} jobs run after one insert"
         error = AwaError(
-            f"handlers insert within each other more than {DEEPEST} deep, the last a job of kind "
+            f"handlers {deep if self._level.depth > DEEPEST else many}, the last of kind "
             f"{self.book.get(job_id).kind!r}: to run them one after the other use inline(client, run=False) and "
             "run_all(client, limit=...)"
         )
@@ -234,7 +244,7 @@ class _Inline(Producer):
         if conn is not None:
             lent(conn)
         written = self.desk.book.add(rows)
-        self.desk.inserted(written, conn)
+        self.desk.inserted(rows, written, conn)
         return written
 
     def _write_async(self, rows: list[JobRow], conn: AsyncLent | None) -> list[Written]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,8 @@ import pytest
 import awa
 from awa import NewJob
 from awa.testing import Book, advance, inline, run_all
+
+inline_module = importlib.import_module("awa.testing.inline")  # whose function hides it
 
 
 @pytest.fixture
@@ -96,6 +100,33 @@ def test_handlers_that_insert_themselves_for_ever_are_told(nowhere: awa.Client) 
     with inline(nowhere) as book, pytest.raises(awa.AwaError, match="kind 'endless'"):
         nowhere.insert(endless.bind())
     assert len(book.jobs) == 31
+
+
+def test_jobs_that_follow_for_ever_are_told(nowhere: awa.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the bound of jobs that wait for each other: each runs after the one before, at no depth."""
+    monkeypatch.setattr(inline_module, "MOST", 5)
+
+    @nowhere.task()
+    def endless() -> None:
+        nowhere.insert(endless.bind(), after=awa.current_job().id)
+
+    with inline(nowhere) as book, pytest.raises(awa.AwaError, match=r"more than 5 jobs .* kind 'endless'"):
+        nowhere.insert(endless.bind())
+    assert len(book.jobs) == 6
+
+
+def test_threads_that_insert_at_once_run_each_job_once(nowhere: awa.Client) -> None:
+    """Guards the book's lock."""
+    seen: list[int] = []
+
+    @nowhere.task()
+    def work(n: int) -> None:
+        seen.append(n)
+
+    with inline(nowhere) as book, ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda n: nowhere.insert_many([work.bind(n), work.bind(n + 1000)]), range(200)))
+    assert sorted(seen) == [*range(200), *range(1000, 1200)]
+    assert {job.state for job in book.jobs} == {"completed"} and len({job.id for job in book.jobs}) == 400
 
 
 def test_what_needs_a_database_says_so(nowhere: awa.Client, database: str) -> None:
