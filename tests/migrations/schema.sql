@@ -1855,7 +1855,7 @@ BEGIN
                SELECT t.state, NULL, awa.error_of(t.history->-1) FROM awa.ended_jobs t WHERE t.id = p.id
                UNION ALL
                (SELECT t.outcome, t.result, t.error FROM awa.attempt_ends t
-                 WHERE t.id = p.id AND t.outcome = 'completed' LIMIT 1)) o;
+                 WHERE t.id = p.id AND left(t.outcome, 9) = 'completed' LIMIT 1)) o;
 END $$;
 
 CREATE FUNCTION awa.overdue(p_runtime bigint, p_behind double precision, p_limit integer, p_skip integer) RETURNS TABLE(claim_id bigint, slot smallint, nonce integer, idx smallint, attempt smallint, limit_ms integer)
@@ -3169,9 +3169,9 @@ CREATE INDEX attempt_ends_claim ON ONLY awa.attempt_ends USING btree (claim_id);
 
 CREATE INDEX attempt_ends_0_claim_id_idx ON awa.attempt_ends_0 USING btree (claim_id);
 
-CREATE INDEX attempt_ends_completed ON ONLY awa.attempt_ends USING btree (id) WHERE (outcome = 'completed'::text);
+CREATE INDEX attempt_ends_completed ON ONLY awa.attempt_ends USING btree (id) WHERE ("left"(outcome, 9) = 'completed'::text);
 
-CREATE INDEX attempt_ends_0_id_idx ON awa.attempt_ends_0 USING btree (id) WHERE (outcome = 'completed'::text);
+CREATE INDEX attempt_ends_0_id_idx ON awa.attempt_ends_0 USING btree (id) WHERE ("left"(outcome, 9) = 'completed'::text);
 
 CREATE INDEX attempt_ends_unclaimed ON ONLY awa.attempt_ends USING btree (slot) WHERE (claim_id IS NULL);
 
