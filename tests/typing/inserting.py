@@ -66,6 +66,11 @@ except awa.JobFailed as failed:
     assert_type((failed.job_id, failed.state, failed.error), tuple[int, str, dict[str, Any] | None])
 except awa.ResultNotKept as unkept:
     assert_type(unkept.job_id, int)
+assert_type(client.insert(resize.bind("b.png"), after=inserted), awa.Inserted)
+client.insert(resize.bind("b.png"), after=[inserted, inserted.id, 7, found], after_failed="run")
+awa.NewJob(resize.bind("b.png"), after=jobs, delay=60)
+client.insert(resize.bind("b.png"), after="a.png")  # type: ignore[arg-type]
+client.insert(resize.bind("b.png"), after=[None])  # type: ignore[list-item]
 client.insert(resize.bind("a.png"), unique=True)  # type: ignore[arg-type]
 awa.Unique(on_conflict="ignore")  # type: ignore[arg-type]
 awa.Unique(True)  # type: ignore[call-arg]

@@ -28,6 +28,15 @@ def deposit(job: awa.Job[Deposit]) -> None:
 
 
 @client.task()
+def withdraw(job: awa.Job[Deposit]) -> None:
+    with job.transaction("serializable") as conn:
+        assert_type(conn, psycopg.Connection[Any])
+    with job.transaction(psycopg.IsolationLevel.REPEATABLE_READ):
+        pass
+    job.transaction(2)  # type: ignore[arg-type]
+
+
+@client.task()
 def untyped(job: awa.Job[dict[str, Any]]) -> awa.Outcome | None:
     assert_type(job.args["anything"], Any)
     assert_type(job.tags, tuple[str, ...])
