@@ -10,7 +10,6 @@ import subprocess
 import sys
 import urllib.parse
 import urllib.request
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,7 @@ SHOP = ROOT / "examples" / "flask_shop"
 
 def run_tests(directory: Path, server: Server) -> str:
     """What pytest prints for the tests in *directory*, which pass."""
-    is_installed = any(found.value == "pytest_awa" for found in entry_points(group="pytest11"))
-    command = ["-m", "pytest", *([] if is_installed else ["-p", "pytest_awa"]), "-q", "-W", "error", str(directory)]
+    command = ["-m", "pytest", "-p", "pytest_awa", "-q", "-W", "error", str(directory)]
     command += ["-c", os.devnull, "--rootdir", str(directory), "-p", "no:cacheprovider"]
     env = os.environ | {"PYTHONPATH": f"{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
     env |= {"AWA_TEST_DATABASE_URL": server.url("postgres"), "AWA_EMBEDDED": "0"}
