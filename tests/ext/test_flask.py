@@ -287,20 +287,20 @@ def test_a_deadline_at_any_point_leaves_no_teardown_out() -> None:
 
         def trace(frame: object, event: str, arg: object) -> Callable[..., object]:
             nonlocal left
-            left -= event in ("call", "line")
+            left -= event == "line"  # CPython 3.11 was seen to spin for ever after a trace function raised at a call
             if left == 0:
                 raise awa.DeadlineExceeded("now")
             return trace
 
         return trace
 
-    outcomes = set()
+    call, outcomes = in_context(app, work), set()
     for moment in range(1, 1000):
         done.clear()
         before, hit = sys.gettrace(), True
         sys.settrace(raising_at(moment))
         try:
-            outcome = in_context(app, work)()
+            outcome = call()
             hit = sys.gettrace() is None  # which is so after a trace function has raised
         except awa.DeadlineExceeded:
             outcome = "late"
