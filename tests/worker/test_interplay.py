@@ -1,0 +1,60 @@
+"""Unique keys, ``after=``, follow-ups, results and lent transactions, where they meet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psycopg
+import pytest
+
+import awa
+from awa import ValidationError
+from tests.fixtures.jobs import StartWorker, count, ended
+
+Conn = psycopg.Connection[Any]
+
+LATEST = awa.Unique(by_args=False, on_conflict="replace")
+
+
+def test_a_job_that_is_replaced_does_not_come_to_wait_for_itself(
+    client: awa.Client, start_worker: StartWorker, conn: Conn
+) -> None:
+    """Guards: awa.is_circle, in enqueue_many_v1 before anything is written, and in enqueue_v1.
+
+    Without it the job waits for ever, and keeps everybody else out.
+    """
+
+    @client.task()
+    def work(n: int) -> int:
+        return n
+
+    @client.task()
+    def other() -> None: ...
+
+    first = client.insert(work.bind(1), unique=LATEST, delay=3600)
+    second = client.insert(other.bind(), after=first)
+    third = client.insert(other.bind(), after=second)
+    for parents in (first, [third, first], third):
+        with conn.transaction():
+            with pytest.raises(ValidationError, match=rf"^after would have job {first.id}, .* wait for itself") as caught:
+                client.insert(work.bind(2), unique=LATEST, after=parents, conn=conn)
+            assert caught.value.path == "after"
+            conn.execute("SELECT 1")  # what was lent is as it was
+    batch = [awa.NewJob(other.bind()), awa.NewJob(work.bind(2), unique=LATEST, after=second)]
+    with pytest.raises(ValidationError, match=r"^items\[1\]: after") as caught:
+        client.insert_many(batch)
+    assert caught.value.path == "items[1].after"
+    with pytest.raises(psycopg.errors.InvalidParameterValue, match="wait for itself"):
+        conn.execute(
+            "SELECT awa.enqueue_v1('x', p_unique_key => (SELECT key FROM awa.job_uniques), p_on_conflict => 'replace',"
+            " p_after => %s)",
+            [[third.id]],
+        )
+    assert count(conn, "SELECT count(*) FROM awa.waiting_jobs") == 3
+    assert count(conn, "SELECT count(*) FROM awa.jobs") == 0
+    # one that has nothing to do with it will do
+    before = client.insert(other.bind())
+    assert not client.insert(work.bind(2), unique=LATEST, after=before).is_new
+    start_worker(client)
+    assert ended(client, third, timeout=30).state == "completed"
+    assert client.get(first.id).args == {"n": 2}
