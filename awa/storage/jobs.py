@@ -381,8 +381,8 @@ def _enqueued(rows: Sequence[JobRow], found: list[tuple[Any, ...]]) -> list[Writ
         )
     if problem == "circle":
         raise ValidationError(
-            f"{where}after would have job {other}, which has the unique key and is to be replaced, wait for itself: leave "
-            "that job, and those that run after it, out of after; nothing was inserted",
+            f"{where}after would have job {other}, which has the unique key and is to be replaced, wait for itself: "
+            "leave that job, and those that run after it, out of after; nothing was inserted",
             path=f"items[{n - 1}].after" if len(rows) > 1 else "after",
             value=list(row.parents or ()),
         )

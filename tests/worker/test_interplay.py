@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import psycopg
@@ -36,7 +37,9 @@ def test_a_job_that_is_replaced_does_not_come_to_wait_for_itself(
     third = client.insert(other.bind(), after=second)
     for parents in (first, [third, first], third):
         with conn.transaction():
-            with pytest.raises(ValidationError, match=rf"^after would have job {first.id}, .* wait for itself") as caught:
+            with pytest.raises(
+                ValidationError, match=rf"^after would have job {first.id}, .* wait for itself"
+            ) as caught:
                 client.insert(work.bind(2), unique=LATEST, after=parents, conn=conn)
             assert caught.value.path == "after"
             conn.execute("SELECT 1")  # what was lent is as it was
@@ -58,3 +61,27 @@ def test_a_job_that_is_replaced_does_not_come_to_wait_for_itself(
     start_worker(client)
     assert ended(client, third, timeout=30).state == "completed"
     assert client.get(first.id).args == {"n": 2}
+
+
+def test_handlers_in_their_transactions_insert_without_them(
+    client: awa.Client, start_worker: StartWorker, conn: Conn
+) -> None:
+    """Guard: what is lent comes from a pool of its own.
+
+    With one pool, as many handlers as it has connections wait for each other until all of them fail.
+    """
+    together = threading.Barrier(10)
+
+    @client.task()
+    def other() -> None: ...
+
+    @client.task()
+    def work() -> None:
+        with awa.current_job().transaction():
+            together.wait(30)
+            client.insert(other.bind())
+
+    jobs = client.insert_many([work.bind() for _ in range(10)])
+    start_worker(client, threads=10)
+    assert {ended(client, job, timeout=25).state for job in jobs} == {"completed"}
+    assert {client.get(job.id).attempt for job in jobs} == {1}
