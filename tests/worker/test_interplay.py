@@ -85,3 +85,36 @@ def test_handlers_in_their_transactions_insert_without_them(
     start_worker(client, threads=10)
     assert {ended(client, job, timeout=25).state for job in jobs} == {"completed"}
     assert {client.get(job.id).attempt for job in jobs} == {1}
+
+
+def test_a_value_that_is_returned_after_the_own_transaction_is_told_of(
+    client: awa.Client, start_worker: StartWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards: the warning, and what the error says where None is no result.
+
+    Without them who asks gets None, or the job fails again and again, and nobody knows why.
+    """
+
+    @client.task(keep_result=True)
+    def work(is_given: bool):  # type: ignore[no-untyped-def]
+        job = awa.current_job()
+        with job.transaction() as conn:
+            if is_given:
+                job.complete(conn, result=7)
+        return 8
+
+    @client.task(keep_result=True, max_attempts=1)
+    def declared() -> int:
+        with awa.current_job().transaction():
+            return 8
+
+    refused = client.insert(declared.bind())
+    lost, kept = client.insert_many([work.bind(False), work.bind(True)])
+    worker = start_worker(client)
+    assert (lost.result(timeout=20), kept.result(timeout=20)) == (None, 7)
+    with pytest.raises(awa.JobFailed, match=r"result must be an int, got None: say complete\(conn, result=...\)"):
+        refused.result(timeout=20)
+    worker.stop()
+    told = [record.getMessage() for record in caplog.records if "what it returned is kept only if" in record.message]
+    assert len(told) == 1
+    assert told[0].startswith(f"job {lost.id} ")
