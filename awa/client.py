@@ -53,7 +53,8 @@ class Client:
         pooler: ``on`` or ``off``: whether the database's address is a transaction pooler's; None: AWA_POOLER, or
             ``auto``, which looks.
         max_args_bytes: Most bytes of a job's args, and of its metadata; None: AWA_MAX_ARGS_BYTES, or 256 KiB.
-        pool_size: Most connections that inserts and handlers share, 1 to 1000.
+        pool_size: Most connections that inserts share, and most that :meth:`connection` and ``job.transaction()`` lend
+            at once beside them, 1 to 1000.
         tasks_of: Another client: whatever is declared for either of the two is declared for both.
 
     Raises:
@@ -93,6 +94,8 @@ class Client:
             max_args_bytes=settings.max_args_bytes,
         )
         self._pool = Pool(self._conninfo, size=options.declared(options.check_pool_size, pool_size))
+        # Of its own: borrowers keep theirs, and what they insert or look at meanwhile must not wait for each other.
+        self._lending = Pool(self._conninfo, size=pool_size, kept=0)
         self._listening = Pool(self._conninfo, size=1, kept=0)
         self._results = Results(self._schema, self._own, self._listening.own)
         self._on_start: list[Callable[[], object]] = [] if tasks_of is None else tasks_of._on_start
@@ -476,12 +479,13 @@ class Client:
     @contextmanager
     def connection(self) -> Iterator[Connection]:
         """Borrow a pooled connection in autocommit mode, for handlers; use ``with conn.transaction():`` on it."""
-        with self._pool.connection() as conn:
+        with self._lending.connection() as conn:
             yield conn
 
     def close(self) -> None:
         """Close the pooled connections. The client opens them again when it is used again."""
         self._pool.close()
+        self._lending.close()
         self._listening.close()
 
     # --- inside -----------------------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ def check_max_attempts(value: object, path: str = "max_attempts") -> int:
 
 def check_pool_size(value: object, path: str = "pool_size") -> int:
     """How many connections a client may hold: 1 to 1000."""
-    return _check_int(value, path, 1, MAX_POOL, "inserts and handlers share them")
+    return _check_int(value, path, 1, MAX_POOL, "inserts share them; handlers have as many")
 
 
 def check_tags(value: object, path: str = "tags") -> tuple[str, ...]:

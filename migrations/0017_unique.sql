@@ -255,6 +255,18 @@ BEGIN
     RETURN v_unknown;
 END $$;
 
+-- Whether a job that waits would wait for itself, were these its parents; a job that does would never run. Two calls at
+-- the same moment may pass each other by.
+CREATE FUNCTION awa.is_circle(p_id bigint, p_parents bigint[]) RETURNS boolean
+LANGUAGE sql STABLE AS $$
+    WITH RECURSIVE before(id) AS (
+        SELECT unnest(p_parents)
+        UNION
+        SELECT unnest(w.parents) FROM before b JOIN awa.waiting_jobs w ON w.id = b.id WHERE w.waits_for = 'parent'
+    )
+    SELECT p_id IN (SELECT b.id FROM before b) AND EXISTS (SELECT FROM awa.waiting_jobs w WHERE w.id = p_id)
+$$;
+
 -- Give a job that waits other args, options and time. False when it does not wait, or not any more; nothing changes
 -- then. Waits for whoever is promoting, claiming or cancelling it. It keeps its id, key, attempts and history; parents
 -- only when p_parents is NULL. One that is set aside for its kind stays so, unless it gets a time.
@@ -323,6 +335,7 @@ DECLARE
     v_rows awa.job_uniques[];
     v_bells text[];
     v_parents bigint[];
+    v_is_refused boolean;
     t record;
     r record;
 BEGIN
@@ -369,8 +382,17 @@ BEGIN
     RETURN QUERY SELECT i.n::integer, CASE WHEN i.holder <> ALL (v_ids) THEN i.holder END, false, 'conflict'
                    FROM unnest(v_holders, v_ids, p_on_conflict) WITH ORDINALITY AS i(holder, id, mode, n)
                   WHERE i.holder <> i.id AND i.mode = 'raise' ORDER BY i.n;
-    IF FOUND THEN
-        IF t.is_taken THEN        -- of this batch alone, so nothing was given back
+    v_is_refused := FOUND;
+    IF NOT v_is_refused AND v_parents IS NOT NULL THEN
+        RETURN QUERY SELECT i.n::integer, i.holder, false, 'circle'
+                       FROM unnest(v_holders, v_ids, p_on_conflict, p_parents) WITH ORDINALITY
+                            AS i(holder, id, mode, parents, n)
+                      WHERE i.holder <> i.id AND i.mode = 'replace' AND awa.is_circle(i.holder, i.parents::bigint[])
+                      ORDER BY i.n;
+        v_is_refused := FOUND;
+    END IF;
+    IF v_is_refused THEN
+        IF t.is_taken THEN        -- nothing was given back
             DELETE FROM awa.job_uniques u
              WHERE u.id = ANY (v_ids) AND u.key = ANY (ARRAY(SELECT k.key FROM unnest(v_rows) k));
         END IF;
@@ -554,6 +576,10 @@ BEGIN
             RAISE EXCEPTION 'job % has the unique key %', id, encode(p_unique_key, 'hex')
                   USING ERRCODE = 'AWA05', DETAIL = id::text;
         ELSIF p_on_conflict = 'replace' THEN
+            IF p_after IS NOT NULL AND awa.is_circle(id, p_after) THEN
+                RAISE EXCEPTION 'job % has the unique key, and would wait for itself: leave it, and what runs after it, '
+                                'out of p_after', id USING ERRCODE = '22023';
+            END IF;
             PERFORM awa.replace_waiting(id, p_queue, p_priority::smallint, p_kind, p_args, p_max_attempts::smallint,
                                         p_timeout_ms, p_tags, p_metadata, v_run_at, p_follow_ups, p_after,
                                         p_on_parent_failure, p_notify);

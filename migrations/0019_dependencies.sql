@@ -326,6 +326,8 @@ SET search_path = pg_catalog, pg_temp SET lock_timeout = '10ms'
 AS $$
 DECLARE
     v_found bigint;
+    v_lowest bigint;             -- of the jobs that lie here
+    v_highest bigint;
     v_parents bigint[];
     v_is_awaited boolean := false;
 BEGIN
@@ -342,7 +344,7 @@ BEGIN
     BEGIN
         EXECUTE format('LOCK TABLE ONLY awa.jobs_%1$s, ONLY awa.claims_%1$s, ONLY awa.completions_%1$s,'
                        ' ONLY awa.attempt_ends_%1$s IN SHARE ROW EXCLUSIVE MODE', p_slot);
-        EXECUTE format('SELECT count(*) FROM awa.jobs_%s', p_slot) INTO v_found;
+        EXECUTE format('SELECT count(*), min(id), max(id) FROM awa.jobs_%s', p_slot) INTO v_found, v_lowest, v_highest;
         IF v_found <> p_entries OR pg_relation_filenode(format('awa.jobs_%s', p_slot)::regclass) <> p_file THEN
             RETURN 'changed';
         END IF;
@@ -365,7 +367,7 @@ BEGIN
                        ' ONLY awa.attempt_ends_%1$s IN ACCESS EXCLUSIVE MODE', p_slot);
         v_parents := ARRAY(SELECT DISTINCT p
                              FROM awa.waiting_jobs w CROSS JOIN LATERAL unnest(w.parents) p
-                            WHERE w.waits_for = 'parent'
+                            WHERE w.waits_for = 'parent' AND p BETWEEN v_lowest AND v_highest
                               AND (w.id IN (SELECT e FROM unnest(p_examined) e)) IS NOT TRUE
                             LIMIT 101);
         IF cardinality(v_parents) > 100 THEN

@@ -18,7 +18,7 @@ from psycopg import AsyncConnection, Connection, Cursor
 from psycopg.rows import class_row
 
 from awa._core import int2_array, text_array
-from awa.errors import AwaError, JobNotFound, SchemaNotMigrated, StaleAttempt, UniqueConflict
+from awa.errors import AwaError, JobNotFound, SchemaNotMigrated, StaleAttempt, UniqueConflict, ValidationError
 from awa.job import JobId, JobState
 from awa.lent import Driver
 from awa.storage import drivers
@@ -307,6 +307,7 @@ def insert_jobs(conn: Driver, schema: Schema, rows: Sequence[JobRow], *, notify:
     Raises:
         UniqueConflict: A key of a row that refuses it is held; nothing is written, and the transaction stays usable.
         JobNotFound: A parent does not exist; likewise.
+        ValidationError: A job that would be replaced would wait for itself; likewise.
     """
     if not rows:
         return []
@@ -366,7 +367,7 @@ def _enqueued(rows: Sequence[JobRow], found: list[tuple[Any, ...]]) -> list[Writ
     """What ``ENQUEUE_MANY`` says about *rows*.
 
     Raises:
-        UniqueConflict, JobNotFound: The batch was not written.
+        UniqueConflict, JobNotFound, ValidationError: The batch was not written.
     """
     n, other, _, problem = found[0]
     if problem is None:
@@ -377,6 +378,13 @@ def _enqueued(rows: Sequence[JobRow], found: list[tuple[Any, ...]]) -> list[Writ
         raise JobNotFound(
             f"{where}no job has the id {other} that it is to run after, or its history is gone: nothing was inserted",
             job_id=other,
+        )
+    if problem == "circle":
+        raise ValidationError(
+            f"{where}after would have job {other}, which has the unique key and is to be replaced, wait for itself: "
+            "leave that job, and those that run after it, out of after; nothing was inserted",
+            path=f"items[{n - 1}].after" if len(rows) > 1 else "after",
+            value=list(row.parents or ()),
         )
     assert isinstance(row.unique, bytes)
     raise conflict(where, row.unique, None if other is None else JobId(other))

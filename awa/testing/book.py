@@ -150,6 +150,7 @@ class Book:
         Raises:
             UniqueConflict: A key of a row that refuses it is held.
             JobNotFound: A parent does not exist.
+            ValidationError: A job that would be replaced would wait for itself.
         """
         with self._lock:
             now = datetime.now(UTC)
@@ -172,6 +173,8 @@ class Book:
             for n, (job_id, owner, row) in enumerate(zip(ids, owners, rows, strict=True), start=1):
                 if owner != job_id and row.on_conflict == "raise":
                     _enqueued(rows, [(n, None if owner in ids else owner, False, "conflict")])
+                if owner != job_id and row.on_conflict == "replace" and self._is_circle(owner, row.parents or ()):
+                    _enqueued(rows, [(n, owner, False, "circle")])
             for job_id, owner, row in zip(ids, owners, rows, strict=True):
                 if owner == job_id:
                     self._write(job_id, row, now)
@@ -191,6 +194,16 @@ class Book:
             entry.order = next(self._orders)
         else:
             self._wait(entry, JobState.SCHEDULED, run_at)
+
+    def _is_circle(self, job_id: int, parents: Iterable[int]) -> bool:
+        """Whether a job that waits would wait for itself, were these its parents."""
+        before: set[int] = set()
+        unseen = set(parents)
+        while unseen:
+            before |= unseen
+            found = [self._entries[one] for one in unseen if one in self._entries]
+            unseen = {parent for one in found if one.waits_for == "parent" for parent in one.parents} - before
+        return job_id in before and self._entries[job_id].waits_for is not None
 
     def _replace(self, entry: Entry, row: JobRow, now: datetime) -> None:
         """What a job that waits is about; its id, key, attempts and history stay."""

@@ -11,7 +11,7 @@ from typing import Any
 from psycopg import Connection, IsolationLevel
 
 from awa._core import Attempt, Outcomes
-from awa.errors import ConfigError
+from awa.errors import ConfigError, ValidationError
 from awa.failure import Failure, describe, told
 from awa.job import Cancel, Job, Outcome, RetryAfter, Snooze
 from awa.lent import Lent
@@ -46,6 +46,8 @@ class Attempts:
         self._outcomes = outcomes
         self._transactions = Transactions(lend)
         self._notify = notify
+        self._given: set[Attempt] = set()
+        """Those that have completed themselves with a result, until they are concluded. Guarded by the interpreter."""
 
     def job(self, attempt: Attempt, args: Any) -> Job[Any]:
         """What the handler gets."""
@@ -59,7 +61,13 @@ class Attempts:
                 f"complete has a result, but jobs of kind {attempt.handler.kind!r} keep none: declare their task with "
                 "keep_result=True, or leave the result out"
             )
-        kept = None if dump is None else dump(result)
+        try:
+            kept = None if dump is None else dump(result)
+        except ValidationError as error:
+            if result is not None:
+                raise
+            text = f"{error}: say complete(conn, result=...), what the handler returns comes after its transaction"
+            raise ValidationError(text, path=error.path, value=error.value, limit=error.limit) from error
         with lent(conn) as driver:
             if self._transactions.completes(attempt, driver, result):
                 return
@@ -81,6 +89,8 @@ class Attempts:
                 job_id=attempt.id,
                 entry_id=attempt.entry_id,
             )
+            if result is not None:
+                self._given.add(attempt)
 
     def transaction(
         self, attempt: Attempt, isolation_level: IsolationLevel | str | None
@@ -90,6 +100,8 @@ class Attempts:
 
     def conclude(self, attempt: Attempt, result: object, error: BaseException | None, elapsed_ms: int) -> None:
         """Note everything but a plain success."""
+        is_given = attempt in self._given
+        self._given.discard(attempt)
         ending = result if error is None else error
         # type(): an object may lie about its __class__
         chosen = ending if issubclass(type(ending), Outcome) else None
@@ -108,12 +120,13 @@ class Attempts:
             self._add(attempt, "retried", elapsed_ms, asked, delay=chosen.seconds)
             self._after_complete(attempt, f"RetryAfter({chosen.seconds:g})")
         elif error is None:
-            self._completed(attempt, result, elapsed_ms)
+            self._completed(attempt, result, elapsed_ms, is_given)
         else:
             self._failed(attempt, error, elapsed_ms)
 
     def late(self, attempt: Attempt, result: object, error: BaseException | None, elapsed_ms: int) -> None:
         """Tell how the handler of an abandoned attempt ended; the attempt has its outcome."""
+        self._given.discard(attempt)
         ending = "returned" if error is None else f"raised {describe(error).type}"
         text = "its handler %s after %.1f s; its attempt had been ended when its time was up"
         self._log(logging.WARNING, attempt, text, ending, elapsed_ms / 1000)
@@ -130,7 +143,7 @@ class Attempts:
         if not self._after_complete(attempt, shown):
             self._log(logging.INFO, attempt, "cancelled as somebody asked; it ended with %s", shown)
 
-    def _completed(self, attempt: Attempt, result: object, elapsed_ms: int) -> None:
+    def _completed(self, attempt: Attempt, result: object, elapsed_ms: int, is_given: bool) -> None:
         dump = attempt.handler.dump_result
         try:
             kept = None if dump is None else dump(result)
@@ -141,6 +154,9 @@ class Attempts:
                 self._log(logging.ERROR, attempt, "failed, its result cannot be kept: %s", failure.text)
             return
         self._outcomes.add(attempt, "completed", elapsed_ms=elapsed_ms, error=kept)
+        if attempt.was_completed and result is not None and not is_given:
+            text = "what it returned is kept only if its transaction was rolled back: say complete(conn, result=...)"
+            self._log(logging.WARNING, attempt, text)
 
     def _failed(self, attempt: Attempt, error: BaseException, elapsed_ms: int) -> None:
         options = attempt.handler.options or TaskOptions()

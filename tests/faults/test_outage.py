@@ -349,7 +349,7 @@ def test_a_client_says_why_when_the_server_stays_away(own_server: Server, monkey
     client = awa.Client(own_server.url(), pool_size=1)
     client.insert({}, kind="x")
     monkeypatch.setattr(client._pool._mine(), "timeout", 1.0)
-    with client.connection(), pytest.raises(DatabaseNotFound, match=r"all 1 of this process are in use"):
+    with client._own(), pytest.raises(DatabaseNotFound, match=r"all 1 of this process are in use"):
         client.insert({}, kind="x")
     own_server.stop("fast")
     with pytest.raises(DatabaseNotFound, match="see that the server runs there"):

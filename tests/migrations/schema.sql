@@ -974,6 +974,7 @@ DECLARE
     v_rows awa.job_uniques[];
     v_bells text[];
     v_parents bigint[];
+    v_is_refused boolean;
     t record;
     r record;
 BEGIN
@@ -1020,8 +1021,17 @@ BEGIN
     RETURN QUERY SELECT i.n::integer, CASE WHEN i.holder <> ALL (v_ids) THEN i.holder END, false, 'conflict'
                    FROM unnest(v_holders, v_ids, p_on_conflict) WITH ORDINALITY AS i(holder, id, mode, n)
                   WHERE i.holder <> i.id AND i.mode = 'raise' ORDER BY i.n;
-    IF FOUND THEN
-        IF t.is_taken THEN        -- of this batch alone, so nothing was given back
+    v_is_refused := FOUND;
+    IF NOT v_is_refused AND v_parents IS NOT NULL THEN
+        RETURN QUERY SELECT i.n::integer, i.holder, false, 'circle'
+                       FROM unnest(v_holders, v_ids, p_on_conflict, p_parents) WITH ORDINALITY
+                            AS i(holder, id, mode, parents, n)
+                      WHERE i.holder <> i.id AND i.mode = 'replace' AND awa.is_circle(i.holder, i.parents::bigint[])
+                      ORDER BY i.n;
+        v_is_refused := FOUND;
+    END IF;
+    IF v_is_refused THEN
+        IF t.is_taken THEN        -- nothing was given back
             DELETE FROM awa.job_uniques u
              WHERE u.id = ANY (v_ids) AND u.key = ANY (ARRAY(SELECT k.key FROM unnest(v_rows) k));
         END IF;
@@ -1193,6 +1203,10 @@ BEGIN
             RAISE EXCEPTION 'job % has the unique key %', id, encode(p_unique_key, 'hex')
                   USING ERRCODE = 'AWA05', DETAIL = id::text;
         ELSIF p_on_conflict = 'replace' THEN
+            IF p_after IS NOT NULL AND awa.is_circle(id, p_after) THEN
+                RAISE EXCEPTION 'job % has the unique key, and would wait for itself: leave it, and what runs after it, '
+                                'out of p_after', id USING ERRCODE = '22023';
+            END IF;
             PERFORM awa.replace_waiting(id, p_queue, p_priority::smallint, p_kind, p_args, p_max_attempts::smallint,
                                         p_timeout_ms, p_tags, p_metadata, v_run_at, p_follow_ups, p_after,
                                         p_on_parent_failure, p_notify);
@@ -1487,6 +1501,17 @@ BEGIN
     END LOOP;
     RETURN CASE WHEN r.is_held THEN r.id END;
 END $$;
+
+CREATE FUNCTION awa.is_circle(p_id bigint, p_parents bigint[]) RETURNS boolean
+    LANGUAGE sql STABLE
+    AS $$
+    WITH RECURSIVE before(id) AS (
+        SELECT unnest(p_parents)
+        UNION
+        SELECT unnest(w.parents) FROM before b JOIN awa.waiting_jobs w ON w.id = b.id WHERE w.waits_for = 'parent'
+    )
+    SELECT p_id IN (SELECT b.id FROM before b) AND EXISTS (SELECT FROM awa.waiting_jobs w WHERE w.id = p_id)
+$$;
 
 CREATE TABLE awa.job_uniques (
     key bytea NOT NULL,
@@ -2023,6 +2048,8 @@ CREATE FUNCTION awa.prune_v2(p_slot smallint, p_entries bigint, p_file oid, p_ex
     AS $_$
 DECLARE
     v_found bigint;
+    v_lowest bigint;             -- of the jobs that lie here
+    v_highest bigint;
     v_parents bigint[];
     v_is_awaited boolean := false;
 BEGIN
@@ -2039,7 +2066,7 @@ BEGIN
     BEGIN
         EXECUTE format('LOCK TABLE ONLY awa.jobs_%1$s, ONLY awa.claims_%1$s, ONLY awa.completions_%1$s,'
                        ' ONLY awa.attempt_ends_%1$s IN SHARE ROW EXCLUSIVE MODE', p_slot);
-        EXECUTE format('SELECT count(*) FROM awa.jobs_%s', p_slot) INTO v_found;
+        EXECUTE format('SELECT count(*), min(id), max(id) FROM awa.jobs_%s', p_slot) INTO v_found, v_lowest, v_highest;
         IF v_found <> p_entries OR pg_relation_filenode(format('awa.jobs_%s', p_slot)::regclass) <> p_file THEN
             RETURN 'changed';
         END IF;
@@ -2062,7 +2089,7 @@ BEGIN
                        ' ONLY awa.attempt_ends_%1$s IN ACCESS EXCLUSIVE MODE', p_slot);
         v_parents := ARRAY(SELECT DISTINCT p
                              FROM awa.waiting_jobs w CROSS JOIN LATERAL unnest(w.parents) p
-                            WHERE w.waits_for = 'parent'
+                            WHERE w.waits_for = 'parent' AND p BETWEEN v_lowest AND v_highest
                               AND (w.id IN (SELECT e FROM unnest(p_examined) e)) IS NOT TRUE
                             LIMIT 101);
         IF cardinality(v_parents) > 100 THEN

@@ -296,6 +296,22 @@ def test_no_segment_is_emptied_and_no_failure_deleted_before_who_waits_for_it_wa
     assert state(conn, unrelated) == "scheduled"
 
 
+def test_a_segment_is_emptied_however_many_jobs_begin_to_wait_for_younger_ones(conn: Conn) -> None:
+    """Guard: prune_v2 asks only for parents whose ids lie among those of the segment.
+
+    Without it a steady stream of more than 100 new dependents between look and prune keeps every segment for ever.
+    """
+    runtime = register(conn)
+    (old,) = insert(conn, 0)
+    assert settle(conn, runtime, claim(conn, runtime).members) == []
+    file = scalar(conn, "SELECT pg_relation_filenode('awa.jobs_0')")
+    assert ring.rotate(conn, AWA) == 1
+    for parent in insert(conn, *range(150)):
+        after(conn, [parent])
+    assert ring.prune(conn, AWA, 0, entries=1, file=file) == "pruned"
+    assert state(conn, old) is None
+
+
 def test_one_pass_handles_many_and_asks_for_each_parent_once(
     conn: Conn, worker: Dependents, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -182,6 +182,21 @@ def test_what_follows_runs_at_once_too(nowhere: awa.Client) -> None:
         assert late.result() == {"name": "late"}
 
 
+def test_what_is_replaced_does_not_come_to_wait_for_itself(nowhere: awa.Client) -> None:
+    """Guards that a circle is refused here as a database refuses it, and nothing is booked."""
+
+    @nowhere.task()
+    def work(n: int) -> None: ...
+
+    latest = awa.Unique(by_args=False, on_conflict="replace")
+    with inline(nowhere) as book:
+        first = nowhere.insert(work.bind(1), unique=latest, delay=60)
+        second = nowhere.insert(work.bind(2), after=first)
+        with pytest.raises(awa.ValidationError, match=r"^items\[1\]: after .* wait for itself"):
+            nowhere.insert_many([work.bind(3), NewJob(work.bind(4), unique=latest, after=second)])
+        assert [(job.args["n"], job.state) for job in book.jobs] == [(1, "scheduled"), (2, "scheduled")]
+
+
 def test_a_unique_job_runs_once(nowhere: awa.Client) -> None:
     """Guards that an equal job does not run again, and that one that replaced what a job is about does."""
     ran: list[str] = []
