@@ -247,7 +247,8 @@ class Client:
                 "on_cancelled": on_cancelled,
             }
             item = override(args if isinstance(args, NewJob) else NewJob(args), given)
-        return Inserted(*self._producer.insert(item, conn), self)
+        job_id, is_new = self._producer.insert(item, conn)
+        return Inserted(job_id, is_new, self)
 
     def insert_many(self, items: Iterable[Any], *, conn: Lent | None = None) -> list[Inserted]:
         """Write a batch in one statement, all or nothing; the results come in the order of *items*.
@@ -262,7 +263,7 @@ class Client:
             UniqueConflict: An equal job exists, and an item says to raise; the transaction of *conn* stays usable.
             JobNotFound: An item runs after a job that does not exist; nothing was inserted.
         """
-        return [Inserted(*written, self) for written in self._producer.insert_many(items, conn)]
+        return [Inserted(job_id, is_new, self) for job_id, is_new in self._producer.insert_many(items, conn)]
 
     def insert_many_copy(self, items: Iterable[Any], *, conn: Lent | None = None) -> int:
         """Write many jobs by COPY, all or nothing; returns how many. The fastest way in, and it takes an iterator.
@@ -290,7 +291,8 @@ class Client:
             ConfigError: As for :meth:`insert`; or *conn* is no asynchronous connection of psycopg's.
         """
         item = override(args if isinstance(args, NewJob) else NewJob(args), given) if given else args
-        return Inserted(*await self._producer.insert_async(item, conn), self)
+        job_id, is_new = await self._producer.insert_async(item, conn)
+        return Inserted(job_id, is_new, self)
 
     async def insert_many_async(self, items: Iterable[Any], *, conn: AsyncLent | None = None) -> list[Inserted]:
         """Write a batch in one statement, as :meth:`insert_many` does, from asynchronous code.
@@ -303,7 +305,8 @@ class Client:
             ValidationError: As for :meth:`insert_many`.
             ConfigError: As for :meth:`insert_async`.
         """
-        return [Inserted(*written, self) for written in await self._producer.insert_many_async(items, conn)]
+        written = await self._producer.insert_many_async(items, conn)
+        return [Inserted(job_id, is_new, self) for job_id, is_new in written]
 
     async def insert_many_copy_async(self, items: Iterable[Any], *, conn: AsyncLent | None = None) -> int:
         """Write many jobs by COPY, as :meth:`insert_many_copy` does, from asynchronous code.

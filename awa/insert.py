@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from itertools import chain, islice
@@ -441,8 +441,8 @@ class Producer:
         """Write jobs by COPY, all or nothing; they are validated as they stream."""
         rows = self._stream(items)
         first = list(islice(rows, FIRST_LOOK))  # what is refused at the beginning needs no database
-        with self._writing(conn) as writing:
-            return jobs.copy_jobs(writing, self.schema, chain(first, rows), notify=self.notify)
+        with self.own() if conn is None else lent(conn) as driver:
+            return jobs.copy_jobs(driver, self.schema, chain(first, rows), notify=self.notify)
 
     async def insert_async(self, item: object, conn: AsyncLent | None) -> Written:
         """As :meth:`insert`; without *conn* in a thread."""
@@ -501,8 +501,3 @@ class Producer:
             raise ValidationError(
                 f"items[{position}]: {error}", path=path, value=error.value, limit=error.limit
             ) from error
-
-    @contextmanager
-    def _writing(self, conn: Lent | None) -> Iterator[Driver]:
-        with self.own() if conn is None else lent(conn) as driver:
-            yield driver
