@@ -370,8 +370,9 @@ def _metadata(value: object, limit: int) -> bytes:
     return dump_json(value, "metadata", limit)
 
 
-def override(new: NewJob, given: Mapping[str, object]) -> NewJob:
-    """*new* with the options of *given* that are not None."""
+def override(args: object, given: Mapping[str, object]) -> NewJob:
+    """*args*, which may be a NewJob, with the options of *given* that are not None."""
+    new = args if isinstance(args, NewJob) else NewJob(args)
     return replace(new, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 
 
