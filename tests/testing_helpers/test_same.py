@@ -455,9 +455,12 @@ def told(client: awa.Client, ran: list[Ran]) -> list[Any]:
 
 
 def _ahead(run_at: datetime, since: datetime) -> object:
-    """How far off a time is, in steps of ten seconds; a date that a story names is what it is, whenever it was told."""
+    """How far off a time is, in steps of ten seconds; a date that a story names is what it is, whenever it was told.
+
+    Stories name times in whole steps. A job that is replaced later than it was inserted may be a moment further off.
+    """
     seconds = (run_at - since).total_seconds()
-    return run_at if seconds > 100_000 else round(seconds / 10)
+    return run_at if seconds > 100_000 else (seconds + 1) // 10
 
 
 def numbered(told: dict[str, Any] | None, first: dict[int, int]) -> dict[str, Any] | None:
