@@ -284,9 +284,7 @@ def _follow_up(path: str, item: object, registry: Registry, defaults: Defaults, 
     try:
         row = prepare(item, registry, defaults, depth)
     except ValidationError as error:
-        raise ValidationError(
-            f"{path}: {error}", path=f"{path}.{error.path}", value=error.value, limit=error.limit
-        ) from error
+        raise _within(path, error) from error
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     for name, value, advice in (
@@ -314,6 +312,11 @@ def _follow_up(path: str, item: object, registry: Registry, defaults: Defaults, 
         "follow_ups": None if row.follow_ups is None else orjson.Fragment(row.follow_ups),
     }
     return {name: value for name, value in stored.items() if value is not None}
+
+
+def _within(path: str, error: ValidationError) -> ValidationError:
+    """*error* of a job that is part of something, told with its place there."""
+    return ValidationError(f"{path}: {error}", path=f"{path}.{error.path}", value=error.value, limit=error.limit)
 
 
 _NOTHING = TaskOptions()
@@ -358,7 +361,8 @@ def _bound(task: Task[..., Any], args: dict[str, Any]) -> dict[str, Any]:
     return task.bind(**args).args
 
 
-def _keyed(rows: list[JobRow], now: float) -> list[JobRow]:
+def keyed(rows: list[JobRow], now: float) -> list[JobRow]:
+    """*rows* with the keys that depend on the database's time, which is *now*, in seconds since 1970."""
     return [row._replace(unique=row.unique(now)) if callable(row.unique) else row for row in rows]
 
 
@@ -473,10 +477,10 @@ class Producer:
 
     def _timed(self, rows: list[JobRow], conn: Driver) -> list[JobRow]:
         """*rows* with the keys that depend on the database's time."""
-        return _keyed(rows, self.clock.read(conn)) if any(callable(row.unique) for row in rows) else rows
+        return keyed(rows, self.clock.read(conn)) if any(callable(row.unique) for row in rows) else rows
 
     async def _timed_async(self, rows: list[JobRow], conn: AsyncConnection[Any]) -> list[JobRow]:
-        return _keyed(rows, await self.clock.read_async(conn)) if any(callable(row.unique) for row in rows) else rows
+        return keyed(rows, await self.clock.read_async(conn)) if any(callable(row.unique) for row in rows) else rows
 
     def _batch(self, items: Iterable[object]) -> list[JobRow]:
         return [self._at(position, item) for position, item in enumerate(_several(items))]
@@ -498,7 +502,4 @@ class Producer:
         try:
             return prepare(item, self.registry, self.defaults)
         except ValidationError as error:
-            path = f"items[{position}].{error.path}"
-            raise ValidationError(
-                f"items[{position}]: {error}", path=path, value=error.value, limit=error.limit
-            ) from error
+            raise _within(f"items[{position}]", error) from error

@@ -359,11 +359,11 @@ def _batch(schema: Schema, rows: Sequence[JobRow], notify: bool) -> tuple[str, d
 def _written(rows: Sequence[JobRow], found: list[tuple[Any, ...]]) -> list[Written]:
     """What became of *rows*, by what the statement of their batch gave."""
     if len(found[0]) == 4:  # ENQUEUE_MANY
-        return _enqueued(rows, found)
+        return enqueued(rows, found)
     return [Written(row[0], True) for row in found]
 
 
-def _enqueued(rows: Sequence[JobRow], found: list[tuple[Any, ...]]) -> list[Written]:
+def enqueued(rows: Sequence[JobRow], found: list[tuple[Any, ...]]) -> list[Written]:
     """What ``ENQUEUE_MANY`` says about *rows*.
 
     Raises:
