@@ -251,8 +251,8 @@ class Client:
     def insert_many_copy(self, items: Iterable[Any], *, conn: Lent | None = None) -> int:
         """Write many jobs by COPY, all or nothing; returns how many. The fastest way in, and it takes an iterator.
 
-        The jobs are available at once: ``run_at``, ``delay`` and ``unique`` are refused. An item that is refused leaves
-        the transaction of *conn* as it was before the call.
+        The jobs are available at once and have nothing to do with others: ``run_at``, ``delay``, ``unique``, ``after``
+        and follow-ups are refused. An item that is refused leaves the transaction of *conn* as it was before the call.
 
         Raises:
             ValidationError: As for :meth:`insert_many`.
