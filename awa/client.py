@@ -12,7 +12,7 @@ from psycopg import Connection
 from awa import options
 from awa.config import Settings, find_database, load_settings
 from awa.errors import ConfigError, JobFailed, ResultNotKept
-from awa.insert import Defaults, Inserted, NewJob, Options, Parents, Producer, override
+from awa.insert import Defaults, Inserted, Options, Parents, Producer, override
 from awa.job import JobId, JobState, as_seconds
 from awa.lent import AsyncLent, Lent
 from awa.registry import Registry, Task, TaskOptions, check_hook
@@ -36,8 +36,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 H = TypeVar("H", bound=Callable[[], object])
 
-_NO_OPTIONS = (None,) * 9
-_UNBOUND = (None,) * 6
+_OPTIONS = tuple(Options.__annotations__)  # in the order in which insert lists them
+_NO_OPTIONS = (None,) * len(_OPTIONS)
 
 
 class Client:
@@ -228,29 +228,13 @@ class Client:
             UniqueConflict: An equal job exists, and *unique* says to raise; the transaction of *conn* stays usable.
             JobNotFound: There is no such job as *after* names, or its history is gone; nothing was inserted.
         """
-        item = args
-        alone = kind, queue, priority, max_attempts, timeout, run_at, delay, tags, metadata
-        bound = unique, after, after_failed, on_completed, on_failed, on_cancelled
-        if alone != _NO_OPTIONS or bound != _UNBOUND:
-            given = {
-                "kind": kind,
-                "queue": queue,
-                "priority": priority,
-                "max_attempts": max_attempts,
-                "timeout": timeout,
-                "run_at": run_at,
-                "delay": delay,
-                "tags": tags,
-                "metadata": metadata,
-                "unique": unique,
-                "after": after,
-                "after_failed": after_failed,
-                "on_completed": on_completed,
-                "on_failed": on_failed,
-                "on_cancelled": on_cancelled,
-            }
-            item = override(args if isinstance(args, NewJob) else NewJob(args), given)
-        return Inserted(*self._producer.insert(item, conn), self)
+        given = (
+            kind, queue, priority, max_attempts, timeout, run_at, delay, tags, metadata, unique,
+            after, after_failed, on_completed, on_failed, on_cancelled,
+        )  # fmt: skip
+        item = args if given == _NO_OPTIONS else override(args, dict(zip(_OPTIONS, given, strict=True)))
+        job_id, is_new = self._producer.insert(item, conn)
+        return Inserted(job_id, is_new, self)
 
     def insert_many(self, items: Iterable[Any], *, conn: Lent | None = None) -> list[Inserted]:
         """Write a batch in one statement, all or nothing; the results come in the order of *items*.
@@ -265,13 +249,13 @@ class Client:
             UniqueConflict: An equal job exists, and an item says to raise; the transaction of *conn* stays usable.
             JobNotFound: An item runs after a job that does not exist; nothing was inserted.
         """
-        return [Inserted(*written, self) for written in self._producer.insert_many(items, conn)]
+        return [Inserted(job_id, is_new, self) for job_id, is_new in self._producer.insert_many(items, conn)]
 
     def insert_many_copy(self, items: Iterable[Any], *, conn: Lent | None = None) -> int:
         """Write many jobs by COPY, all or nothing; returns how many. The fastest way in, and it takes an iterator.
 
-        The jobs are available at once: ``run_at``, ``delay`` and ``unique`` are refused. An item that is refused leaves
-        the transaction of *conn* as it was before the call.
+        The jobs are available at once and have nothing to do with others: ``run_at``, ``delay``, ``unique``, ``after``
+        and follow-ups are refused. An item that is refused leaves the transaction of *conn* as it was before the call.
 
         Raises:
             ValidationError: As for :meth:`insert_many`.
@@ -292,8 +276,9 @@ class Client:
             ValidationError: As for :meth:`insert`.
             ConfigError: As for :meth:`insert`; or *conn* is no asynchronous connection of psycopg's.
         """
-        item = override(args if isinstance(args, NewJob) else NewJob(args), given) if given else args
-        return Inserted(*await self._producer.insert_async(item, conn), self)
+        item = override(args, given) if given else args
+        job_id, is_new = await self._producer.insert_async(item, conn)
+        return Inserted(job_id, is_new, self)
 
     async def insert_many_async(self, items: Iterable[Any], *, conn: AsyncLent | None = None) -> list[Inserted]:
         """Write a batch in one statement, as :meth:`insert_many` does, from asynchronous code.
@@ -306,7 +291,8 @@ class Client:
             ValidationError: As for :meth:`insert_many`.
             ConfigError: As for :meth:`insert_async`.
         """
-        return [Inserted(*written, self) for written in await self._producer.insert_many_async(items, conn)]
+        written = await self._producer.insert_many_async(items, conn)
+        return [Inserted(job_id, is_new, self) for job_id, is_new in written]
 
     async def insert_many_copy_async(self, items: Iterable[Any], *, conn: AsyncLent | None = None) -> int:
         """Write many jobs by COPY, as :meth:`insert_many_copy` does, from asynchronous code.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from itertools import chain, islice
@@ -284,9 +284,7 @@ def _follow_up(path: str, item: object, registry: Registry, defaults: Defaults, 
     try:
         row = prepare(item, registry, defaults, depth)
     except ValidationError as error:
-        raise ValidationError(
-            f"{path}: {error}", path=f"{path}.{error.path}", value=error.value, limit=error.limit
-        ) from error
+        raise _within(path, error) from error
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     for name, value, advice in (
@@ -314,6 +312,11 @@ def _follow_up(path: str, item: object, registry: Registry, defaults: Defaults, 
         "follow_ups": None if row.follow_ups is None else orjson.Fragment(row.follow_ups),
     }
     return {name: value for name, value in stored.items() if value is not None}
+
+
+def _within(path: str, error: ValidationError) -> ValidationError:
+    """*error* of a job that is part of something, told with its place there."""
+    return ValidationError(f"{path}: {error}", path=f"{path}.{error.path}", value=error.value, limit=error.limit)
 
 
 _NOTHING = TaskOptions()
@@ -358,7 +361,8 @@ def _bound(task: Task[..., Any], args: dict[str, Any]) -> dict[str, Any]:
     return task.bind(**args).args
 
 
-def _keyed(rows: list[JobRow], now: float) -> list[JobRow]:
+def keyed(rows: list[JobRow], now: float) -> list[JobRow]:
+    """*rows* with the keys that depend on the database's time, which is *now*, in seconds since 1970."""
     return [row._replace(unique=row.unique(now)) if callable(row.unique) else row for row in rows]
 
 
@@ -370,8 +374,9 @@ def _metadata(value: object, limit: int) -> bytes:
     return dump_json(value, "metadata", limit)
 
 
-def override(new: NewJob, given: Mapping[str, object]) -> NewJob:
-    """*new* with the options of *given* that are not None."""
+def override(args: object, given: Mapping[str, object]) -> NewJob:
+    """*args*, which may be a NewJob, with the options of *given* that are not None."""
+    new = args if isinstance(args, NewJob) else NewJob(args)
     return replace(new, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 
 
@@ -441,8 +446,8 @@ class Producer:
         """Write jobs by COPY, all or nothing; they are validated as they stream."""
         rows = self._stream(items)
         first = list(islice(rows, FIRST_LOOK))  # what is refused at the beginning needs no database
-        with self._writing(conn) as writing:
-            return jobs.copy_jobs(writing, self.schema, chain(first, rows), notify=self.notify)
+        with self.own() if conn is None else lent(conn) as driver:
+            return jobs.copy_jobs(driver, self.schema, chain(first, rows), notify=self.notify)
 
     async def insert_async(self, item: object, conn: AsyncLent | None) -> Written:
         """As :meth:`insert`; without *conn* in a thread."""
@@ -472,10 +477,10 @@ class Producer:
 
     def _timed(self, rows: list[JobRow], conn: Driver) -> list[JobRow]:
         """*rows* with the keys that depend on the database's time."""
-        return _keyed(rows, self.clock.read(conn)) if any(callable(row.unique) for row in rows) else rows
+        return keyed(rows, self.clock.read(conn)) if any(callable(row.unique) for row in rows) else rows
 
     async def _timed_async(self, rows: list[JobRow], conn: AsyncConnection[Any]) -> list[JobRow]:
-        return _keyed(rows, await self.clock.read_async(conn)) if any(callable(row.unique) for row in rows) else rows
+        return keyed(rows, await self.clock.read_async(conn)) if any(callable(row.unique) for row in rows) else rows
 
     def _batch(self, items: Iterable[object]) -> list[JobRow]:
         return [self._at(position, item) for position, item in enumerate(_several(items))]
@@ -497,12 +502,4 @@ class Producer:
         try:
             return prepare(item, self.registry, self.defaults)
         except ValidationError as error:
-            path = f"items[{position}].{error.path}"
-            raise ValidationError(
-                f"items[{position}]: {error}", path=path, value=error.value, limit=error.limit
-            ) from error
-
-    @contextmanager
-    def _writing(self, conn: Lent | None) -> Iterator[Driver]:
-        with self.own() if conn is None else lent(conn) as driver:
-            yield driver
+            raise _within(f"items[{position}]", error) from error

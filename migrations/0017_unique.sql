@@ -231,6 +231,52 @@ BEGIN
     END LOOP;
 END $$;
 
+-- The newest entry of each of these jobs in the ring; a row of NULLs, but for the id, when there is none. A search by id
+-- reads summaries of all segments and a few pages, or many where they are not summarised yet; so near ids are searched
+-- for together, far ones by 32. Ids that are left after p_searches searches get no row; NULL: none are.
+CREATE FUNCTION awa.newest_entries(p_ids bigint[], p_searches integer)
+RETURNS TABLE (id bigint, slot smallint, queue text, lane smallint, xid xid8, entry_id bigint, available_at timestamptz)
+LANGUAGE plpgsql STABLE
+SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_bitmapscan = on SET jit = off
+SET max_parallel_workers_per_gather = 0
+AS $$
+#variable_conflict use_column
+DECLARE
+    r record;
+BEGIN
+    FOR r IN
+        WITH near AS (
+            SELECT u.id, u.id / 10000 AS part, count(*) OVER (PARTITION BY u.id / 10000) >= 5 AS is_dense
+              FROM unnest(p_ids) AS u(id)
+        )
+        SELECT array_agg(n.id) AS ids, min(n.id) AS lo, max(n.id) AS hi, true AS is_dense
+          FROM near n WHERE n.is_dense GROUP BY n.part
+        UNION ALL
+        SELECT array_agg(n.id), NULL, NULL, false
+          FROM (SELECT n.id, (row_number() OVER (ORDER BY n.id) - 1) / 32 AS part FROM near n WHERE NOT n.is_dense) n
+         GROUP BY n.part
+         LIMIT p_searches
+    LOOP
+        IF r.is_dense THEN
+            RETURN QUERY
+                SELECT u.id, e.slot, e.queue, e.lane, e.xid, e.entry_id, e.available_at
+                  FROM unnest(r.ids) u(id)
+                  LEFT JOIN (SELECT DISTINCT ON (j.id) *
+                               FROM awa.jobs j
+                              WHERE j.id BETWEEN r.lo AND r.hi
+                                AND (j.id IN (SELECT t FROM unnest(r.ids) t)) IS TRUE  -- a look into a hash table
+                              ORDER BY j.id, j.entry_id DESC) e ON e.id = u.id;
+        ELSE
+            RETURN QUERY
+                SELECT u.id, e.slot, e.queue, e.lane, e.xid, e.entry_id, e.available_at
+                  FROM unnest(r.ids) u(id)
+                  LEFT JOIN (SELECT DISTINCT ON (j.id) *
+                               FROM awa.jobs j WHERE j.id = ANY (r.ids)
+                              ORDER BY j.id, j.entry_id DESC) e ON e.id = u.id;
+        END IF;
+    END LOOP;
+END $$;
+
 -- The ids among these of which there is no job, or none any more.
 CREATE FUNCTION awa.unknown_among(p_ids bigint[]) RETURNS bigint[]
 LANGUAGE plpgsql VOLATILE AS $$
@@ -244,8 +290,7 @@ BEGIN
                               AND NOT EXISTS (SELECT FROM awa.ended_jobs e WHERE e.id = p));
         EXIT WHEN cardinality(v_unknown) = 0;
         BEGIN
-            v_unknown := ARRAY(SELECT p FROM unnest(v_unknown) p
-                                WHERE NOT EXISTS (SELECT FROM awa.find_job_v2(p)) ORDER BY p);
+            v_unknown := ARRAY(SELECT n.id FROM awa.newest_entries(v_unknown, NULL) n WHERE n.entry_id IS NULL ORDER BY 1);
             RAISE EXCEPTION 'seen' USING ERRCODE = 'AWA09';      -- no lock on the ring is left
         EXCEPTION WHEN SQLSTATE 'AWA09' THEN
             NULL;

@@ -29,6 +29,8 @@ from awa.errors import ConfigError, ValidationError
 if TYPE_CHECKING:
     from awa.admin import Admin
 
+__all__ = ["Awa"]
+
 P = ParamSpec("P")
 R = TypeVar("R")
 

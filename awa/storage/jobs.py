@@ -89,7 +89,7 @@ class Written(NamedTuple):
 
     id: JobId
     """The job, or the one that has its key."""
-    is_new: bool = True
+    is_new: bool
     """Whether it was written."""
 
 
@@ -241,7 +241,7 @@ def insert_job(conn: Driver, schema: Schema, row: JobRow, *, notify: bool) -> Wr
             args.decode(),
             str(max_attempts),
         )
-        return Written(_one_row(conn, schema, INSERT_ONE, notify, params)[0])
+        return Written(_one_row(conn, schema, INSERT_ONE, notify, params)[0], True)
     if row.unique is None or row.parents is not None:
         return insert_jobs(conn, schema, [row], notify=notify)[0]
     assert isinstance(row.unique, bytes)
@@ -332,11 +332,12 @@ def _batch(schema: Schema, rows: Sequence[JobRow], notify: bool) -> tuple[str, d
         "args": Array(text_array([row.args for row in rows])),
         "max_attempts": Int2s(int2_array([row.max_attempts for row in rows])),
     }
-    if all(row.is_plain for row in rows):
+    rare = [row for row in rows if row[5:] != _PLAIN]  # not by is_plain, which would be a call for each
+    if not rare:
         text = INSERT_PLAIN
         params["bells"] = sorted({row.queue for row in rows})
     else:
-        is_bound = any(row.is_bound for row in rows)
+        is_bound = any(row.is_bound for row in rare)
         text = ENQUEUE_MANY if is_bound else INSERT_ANY
         params |= {
             "timeouts": [row.timeout_ms for row in rows],
@@ -359,11 +360,11 @@ def _batch(schema: Schema, rows: Sequence[JobRow], notify: bool) -> tuple[str, d
 def _written(rows: Sequence[JobRow], found: list[tuple[Any, ...]]) -> list[Written]:
     """What became of *rows*, by what the statement of their batch gave."""
     if len(found[0]) == 4:  # ENQUEUE_MANY
-        return _enqueued(rows, found)
-    return [Written(row[0]) for row in found]
+        return enqueued(rows, found)
+    return [Written(row[0], True) for row in found]
 
 
-def _enqueued(rows: Sequence[JobRow], found: list[tuple[Any, ...]]) -> list[Written]:
+def enqueued(rows: Sequence[JobRow], found: list[tuple[Any, ...]]) -> list[Written]:
     """What ``ENQUEUE_MANY`` says about *rows*.
 
     Raises:

@@ -17,10 +17,10 @@ import orjson
 from awa import options
 from awa._core import Attempt, Handler, decode_batch, int2_array, text_array
 from awa.errors import JobNotFound
-from awa.insert import _keyed
+from awa.insert import keyed
 from awa.job import JobId, JobState
 from awa.storage.control import Controlled
-from awa.storage.jobs import JobInfo, JobRow, Written, _enqueued
+from awa.storage.jobs import JobInfo, JobRow, Written, enqueued
 from awa.storage.results import Ended
 from awa.testing.here import Ending
 from awa.unique import BITS, KEY_BYTES, USUAL_STATES, check_key
@@ -154,11 +154,11 @@ class Book:
         """
         with self._lock:
             now = datetime.now(UTC)
-            rows = _keyed(list(rows), now.timestamp())
+            rows = keyed(list(rows), now.timestamp())
             for n, row in enumerate(rows, start=1):
                 for parent in row.parents or ():
                     if parent not in self._entries:
-                        _enqueued(rows, [(n, parent, False, "no_parent")])
+                        enqueued(rows, [(n, parent, False, "no_parent")])
             ids = [JobId(next(self._ids)) for _ in rows]
             wanted: dict[bytes, JobId] = {}  # key -> whose it is now
             for job_id, row in zip(ids, rows, strict=True):
@@ -172,9 +172,9 @@ class Book:
             ]
             for n, (job_id, owner, row) in enumerate(zip(ids, owners, rows, strict=True), start=1):
                 if owner != job_id and row.on_conflict == "raise":
-                    _enqueued(rows, [(n, None if owner in ids else owner, False, "conflict")])
+                    enqueued(rows, [(n, None if owner in ids else owner, False, "conflict")])
                 if owner != job_id and row.on_conflict == "replace" and self._is_circle(owner, row.parents or ()):
-                    _enqueued(rows, [(n, owner, False, "circle")])
+                    enqueued(rows, [(n, owner, False, "circle")])
             for job_id, owner, row in zip(ids, owners, rows, strict=True):
                 if owner == job_id:
                     self._write(job_id, row, now)

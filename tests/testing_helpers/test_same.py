@@ -441,8 +441,7 @@ def told(client: awa.Client, ran: list[Ran]) -> list[Any]:
     jobs = []
     for job in list_jobs(client):
         assert job == client.get(job.id)
-        since = job.claimed_at or job.created_at
-        ahead = None if job.run_at is None else round((job.run_at - since).total_seconds() / 10)
+        ahead = None if job.run_at is None else _ahead(job.run_at, job.claimed_at or job.created_at)
         times = [job.claimed_at is None, job.ended_at is None, job.elapsed_ms is None, ahead]
         history = [numbered({k: v for k, v in one.items() if k not in _VARIES}, first) for one in job.history]
         assert all(datetime.fromisoformat(one["ended_at"]) > job.created_at for one in job.history)
@@ -453,6 +452,15 @@ def told(client: awa.Client, ran: list[Ran]) -> list[Any]:
             ]
         )
     return [runs, jobs]
+
+
+def _ahead(run_at: datetime, since: datetime) -> object:
+    """How far off a time is, in steps of ten seconds; a date that a story names is what it is, whenever it was told.
+
+    Stories name times in whole steps. A job that is replaced later than it was inserted may be a moment further off.
+    """
+    seconds = (run_at - since).total_seconds()
+    return run_at if seconds > 100_000 else (seconds + 1) // 10
 
 
 def numbered(told: dict[str, Any] | None, first: dict[int, int]) -> dict[str, Any] | None:

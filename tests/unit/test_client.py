@@ -10,6 +10,7 @@ import pytest
 
 import awa
 from awa import ConfigError, ValidationError
+from awa.insert import Options
 
 
 @dataclass
@@ -149,3 +150,18 @@ def test_a_cancel_that_cannot_be_meant_is_refused(nowhere: awa.Client, arguments
         nowhere.cancel(**{"job_id": 1} | arguments)
     assert (caught.value.path, caught.value.value) == (path, arguments[path])
     assert str(caught.value).startswith(path)
+
+
+@pytest.mark.parametrize("name", Options.__annotations__)
+def test_each_option_of_an_insert_is_taken_for_itself(nowhere: awa.Client, name: str) -> None:
+    """Guards the order in which insert hands its options on: one that is wrong is told by its own name.
+
+    With two of them exchanged in the tuple of ``Client.insert``, both cases fail.
+    """
+
+    @nowhere.task()
+    def work() -> None: ...
+
+    wrong: dict[str, Any] = {name: object()}
+    with pytest.raises((ValidationError, ConfigError), match=rf"\A{name}\b"):
+        nowhere.insert(work.bind(), **wrong)
