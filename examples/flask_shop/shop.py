@@ -47,7 +47,9 @@ def log_email(to: str, text: str) -> None:
 
 def create_app(**config: object) -> Flask:
     app = Flask(__name__)
-    app.config["SQLALCHEMY_DATABASE_URI"] = os.environ.get("SHOP_DATABASE_URL", "postgresql+psycopg://localhost/shop")
+    url = os.environ.get("SHOP_DATABASE_URL", "postgresql://localhost/shop")
+    # psycopg is the driver that awa brings
+    app.config["SQLALCHEMY_DATABASE_URI"] = url.replace("postgresql://", "postgresql+psycopg://")
     app.config["AWA_QUEUES"] = ["email", "default"]
     app.config["SEND_EMAIL"] = log_email
     app.config.update(config)

@@ -46,7 +46,7 @@ def test_the_app_of_the_page_and_its_test(server: Server, tmp_path: Path) -> Non
     for block in read_blocks(ROOT / "docs" / "flask.md"):
         if block.file_name:
             (tmp_path / block.file_name).write_text(block.text, encoding="utf-8")
-    assert re.search(r"^1 passed", run_tests(tmp_path, server), re.MULTILINE)
+    assert re.search(r"^2 passed", run_tests(tmp_path, server), re.MULTILINE)
 
 
 @pytest.fixture
