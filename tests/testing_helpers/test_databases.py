@@ -156,7 +156,7 @@ def test_the_plugin_costs_nothing_unused() -> None:
     )
     assert ran.stdout.strip() == "[]"
     named = (ROOT / "pyproject.toml").read_text()
-    assert '[project.entry-points.pytest11]\nawa = "pytest_awa"' in named
+    assert '[project.entry-points.pytest11]\npytest_awa = "pytest_awa"' in named
 
 
 @pytest.mark.slow
