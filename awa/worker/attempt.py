@@ -11,7 +11,7 @@ from typing import Any
 from psycopg import Connection, IsolationLevel
 
 from awa._core import Attempt, Outcomes
-from awa.errors import ConfigError
+from awa.errors import ConfigError, ValidationError
 from awa.failure import Failure, describe, told
 from awa.job import Cancel, Job, Outcome, RetryAfter, Snooze
 from awa.lent import Lent
@@ -59,7 +59,18 @@ class Attempts:
                 f"complete has a result, but jobs of kind {attempt.handler.kind!r} keep none: declare their task with "
                 "keep_result=True, or leave the result out"
             )
-        kept = None if dump is None else dump(result)
+        try:
+            kept = None if dump is None else dump(result)
+        except ValidationError as error:
+            if result is not None:
+                raise
+            raise ValidationError(
+                f"{error}: jobs of kind {attempt.handler.kind!r} keep a result; give it to "
+                "job.complete(conn, result=...), what the handler returns comes too late",
+                path=error.path,
+                value=error.value,
+                limit=error.limit,
+            ) from None
         with lent(conn) as driver:
             if self._transactions.completes(attempt, driver, result):
                 return
