@@ -856,7 +856,9 @@ class FunctionCodec:
         try:
             bound = self._signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise ValidationError(f"{self._owner} {error}", path="args", value=kwargs or args) from None
+            unknown = next((f"; it has none called {name!r}" for name in kwargs if name not in self._names), "")
+            text = str(error) if "unexpected" in str(error) else f"{error}{unknown}"
+            raise ValidationError(f"{self._owner} {text}", path="args", value=kwargs or args) from None
         bound.apply_defaults()
         return dict(bound.arguments)
 

@@ -459,6 +459,7 @@ class Client:
             lend=self.connection,
             on_start=tuple(self._on_start),
             on_stop=tuple(self._on_stop),
+            queue=self._defaults.queue,
             wrap=self._wrap,
         )
 

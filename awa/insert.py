@@ -344,14 +344,24 @@ def _body(
     task = registry.for_type(type(args)) if kind is None else registry.find(kind)
     if task is None:
         if kind is None:
-            raise ConfigError(
-                f"no task takes {type(args).__name__}: declare one with @client.task() for a job of that type, "
-                "use task.bind(...), or give kind="
-            )
+            raise ConfigError(f"no task takes {type(args).__name__}: {_advice(args)}")
         return kind, codec_for(type(args)).dump(args, limit), None
     if not task.is_typed and isinstance(args, dict):
         args = _bound(task, args)
     return kind or task.kind, task.codec.dump(args, limit), task
+
+
+def _advice(args: object) -> str:
+    """What to insert instead of *args*, which no task takes."""
+    if isinstance(args, Task):
+        return f"insert what the bind(...) of the task {args.kind} gives, with its arguments"
+    if args is None:
+        return "insert task.bind(...), which does not call the function, as task(...) does"
+    if callable(args) and not isinstance(args, type):
+        return "insert task.bind(...), with the arguments of a function that has @client.task()"
+    if isinstance(args, (Inserted, JobInfo)):
+        return "that is a job which was inserted already; after= takes it"
+    return "declare one with @client.task() for a job of that type, use task.bind(...), or give kind="
 
 
 def _bound(task: Task[..., Any], args: dict[str, Any]) -> dict[str, Any]:

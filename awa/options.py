@@ -135,17 +135,22 @@ def check_after(value: object, path: str = "after") -> tuple[int, ...]:
             MAX_PARENTS,
         )
     if not isinstance(value, Iterable):
-        return (check_job_id(getattr(value, "id", value), path),)
-    found = [
-        check_job_id(getattr(job, "id", job), f"{path}[{position}]")
-        for position, job in enumerate(islice(value, MAX_PARENTS + 1))
-    ]
+        return (_check_parent(value, path),)
+    found = [_check_parent(job, f"{path}[{position}]") for position, job in enumerate(islice(value, MAX_PARENTS + 1))]
     if not 1 <= len(found) <= MAX_PARENTS:
         many = f"more than {MAX_PARENTS} jobs: put a job between that runs after some of them" if found else "no jobs"
         raise _refused(
             f"{path} has {many}; give 1 to {MAX_PARENTS}, or leave it out", path, len(found), (1, MAX_PARENTS)
         )
     return tuple(dict.fromkeys(found))
+
+
+def _check_parent(job: object, path: str) -> int:
+    job_id = getattr(job, "id", job)
+    if isinstance(job_id, bool) or not isinstance(job_id, int):
+        text = f"{path} must be a job or its id, got {_shown(job)}: give what insert returned"
+        raise _refused(text, path, job, MAX_PARENTS)
+    return check_job_id(job_id, path)
 
 
 def check_after_failed(value: object, path: str = "after_failed") -> str:

@@ -5,6 +5,7 @@ Claiming and settling, which share one round trip, are in ``line``.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -214,8 +215,10 @@ def refusal(conn: Driver | AsyncConnection[Any], schema: Schema, part: Part, err
         return denied(conn, schema, part, error)
     from awa.storage.migrate import OLDEST_SUPPORTED  # needed here only, and a third of the time of `import awa`
 
+    # the database of an app is one that `awa` need not find
+    command = "flask awa migrate" if "awa.ext.flask" in sys.modules else "awa migrate"
     return SchemaNotMigrated(
-        f"schema {schema.name} of this database has no awa tables: run `awa migrate` for it",
+        f"schema {schema.name} of this database has no awa tables: run `{command}` for it",
         expected=OLDEST_SUPPORTED,
         found=0,
     )

@@ -164,6 +164,15 @@ _MISTAKES = (
         for name in ("AsyncSession", "async_scoped_session", "AsyncConnection", "AsyncEngine")
     ),
     ("flask_sqlalchemy", "SQLAlchemy", "lend its session: conn=db.session"),
+    (
+        *("awa.ext.flask", "Awa"),
+        "lend db.session, or another; a helper of awa.testing takes queue.client, inside the app's context",
+    ),
+    (
+        "awa.client",
+        "Client",
+        "lend a psycopg connection of it, `with client.connection() as conn, conn.transaction():`",
+    ),
     ("psycopg_pool", "ConnectionPool", "lend a connection of it, `with pool.connection() as conn:`"),
     ("psycopg_pool", "AsyncConnectionPool", "lend a connection of it, `async with pool.connection() as conn:`"),
     ("psycopg2.pool", "AbstractConnectionPool", "lend a connection of it, pool.getconn()"),

@@ -147,7 +147,8 @@ class Results:
         if isinstance(wait.ended, JobNotFound):
             raise JobNotFound(str(wait.ended), job_id=job_id)
         if wait.ended is None:
-            raise TimeoutError(f"job {job_id} has not ended within {timeout:g} s: it is {wait.state}")
+            hint = ", and no worker has taken it: does one serve its queue?" if wait.state == "available" else ""
+            raise TimeoutError(f"job {job_id} has not ended within {timeout:g} s: it is {wait.state}{hint}")
         return wait.ended
 
     def _enter(self, job_id: int, state: str) -> _Wait:

@@ -169,9 +169,15 @@ def advance(
         ConfigError: No time would pass, or it would go back; or *client* is none.
     """
     check_client(client)
-    by = (step or timedelta()) + timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+    if step is not None and not isinstance(step, timedelta):
+        raise ConfigError(f"step must be a timedelta, got {step!r}: or say its unit, for example hours=2")
+    try:
+        by = (step or timedelta()) + timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"advance cannot tell how far to go ({error}): give numbers, for example hours=2") from None
     if by <= timedelta():
-        raise ConfigError(f"advance by {by} is no step forward: give more than 0, for example hours=2")
+        seconds = by.total_seconds()
+        raise ConfigError(f"advance by {seconds:g} s is no step forward: give more than 0, for example hours=2")
     book = book_of(client)
     if book is not None:
         return book.advance(by)

@@ -57,6 +57,9 @@ def _check_not_of_flask(module_name: str, name: str, found: object) -> None:
 def _load(name: str) -> ModuleType:
     if not name:
         raise ConfigError("no module is named: give MODULE or MODULE:NAME, such as app.jobs")
+    dotted = name.removeprefix("./").removesuffix(".py").strip("/.").replace("/", ".")
+    if "/" in name or name.startswith("."):
+        raise ConfigError(f"{mask(name)} is a path: give the dotted name that Python imports, {mask(dotted)}")
     # as `python -m` does for a module of the current directory
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -64,8 +67,10 @@ def _load(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            hint = f", {mask(dotted)}" if name == error.name and name.endswith(".py") else ""
             raise ConfigError(
-                f"there is no module {mask(error.name)}: give the dotted name that Python imports, from this directory"
+                f"there is no module {mask(error.name)}:"
+                f" give the dotted name that Python imports, from this directory{hint}"
             ) from error
         raise
 

@@ -66,8 +66,13 @@ class Attempts:
         except ValidationError as error:
             if result is not None:
                 raise
-            text = f"{error}: say complete(conn, result=...), what the handler returns comes after its transaction"
-            raise ValidationError(text, path=error.path, value=error.value, limit=error.limit) from error
+            raise ValidationError(
+                f"{error}: jobs of kind {attempt.handler.kind!r} keep a result; give it to "
+                "job.complete(conn, result=...), what the handler returns comes too late",
+                path=error.path,
+                value=error.value,
+                limit=error.limit,
+            ) from None
         with lent(conn) as driver:
             if self._transactions.completes(attempt, driver, result):
                 return

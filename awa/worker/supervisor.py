@@ -27,7 +27,7 @@ from awa._core import Attempt, Crew, Handler, Outcomes
 from awa.config import Settings
 from awa.errors import AwaError, ConfigError, DeadlineExceeded, ShutdownTimeout
 from awa.job import Outcome
-from awa.registry import Registry
+from awa.registry import Registry, TaskOptions
 from awa.storage.connection import connect
 from awa.storage.grants import check_worker, explaining
 from awa.storage.migrate import check_schema
@@ -102,6 +102,7 @@ class Worker:
     Args:
         find_conninfo: Gives the database, when the worker starts.
         lend: Borrows a connection for a handler's own transaction.
+        queue: Where jobs of a task wait that does not say it.
         wrap: Gives what is called for a handler or a hook.
     """
 
@@ -115,10 +116,12 @@ class Worker:
         lend: Callable[[], contextlib.AbstractContextManager[psycopg.Connection[Any]]],
         on_start: Sequence[Hook] = (),
         on_stop: Sequence[Hook] = (),
+        queue: str | None = None,
         wrap: Wrap = lambda function: function,
     ) -> None:
         self._wrap = wrap
         self._registry = registry
+        self._queue = queue
         self._settings = settings
         self._find_conninfo = find_conninfo
         self._version = version
@@ -235,6 +238,15 @@ class Worker:
             settings.threads,
             ", ".join(sorted(handlers)),
         )
+        options = (one.options or TaskOptions() for one in handlers.values())
+        waiting = {one.queue or self._queue for one in options} - {spec.name for spec in settings.queues}
+        elsewhere = [queue for queue in waiting if queue is not None]
+        if elsewhere:
+            log.info(
+                "worker %d leaves to others the queues of some of its tasks: %s; to serve them too, name them (queues)",
+                self._identity(),
+                ", ".join(sorted(elsewhere)),
+            )
 
     def _build(self, handlers: Mapping[str, Handler]) -> None:
         settings, conninfo, schema, identity = self._settings, self._conninfo, self._schema, self._identity

@@ -341,6 +341,12 @@ def exits(processes: WorkerProcesses, code: int, *command: str, **env: str) -> s
 
 def test_configuration_that_cannot_work_exits_78(app: WorkerProcesses) -> None:
     assert "no module nowhere" in exits(app, 78, "nowhere")
+    assert "./jobs/mail.py is a path: give the dotted name that Python imports, jobs.mail" in exits(
+        app, 78, "./jobs/mail.py"
+    )
+    assert "no module app.py: give the dotted name that Python imports, from this directory, app" in exits(
+        app, 78, "app.py"
+    )
     exits(app, 78, "app.nowhere:client")
     assert "app:client" in exits(app, 78, "app:other")
     assert "app:client" in exits(app, 78, "app:work")

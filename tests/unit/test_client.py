@@ -165,3 +165,41 @@ def test_each_option_of_an_insert_is_taken_for_itself(nowhere: awa.Client, name:
     wrong: dict[str, Any] = {name: object()}
     with pytest.raises((ValidationError, ConfigError), match=rf"\A{name}\b"):
         nowhere.insert(work.bind(), **wrong)
+
+
+@pytest.mark.parametrize(
+    ("make", "advice"),
+    [
+        (lambda task: task, "no task takes Task: insert what the bind(...) of the task ship gives"),
+        (lambda task: task(1), "no task takes NoneType: insert task.bind(...), which does not call the function"),
+        (lambda task: task.func, "no task takes function: insert task.bind(...)"),
+        (lambda task: task.bind, "no task takes method: insert task.bind(...)"),
+        (lambda task: {"order": 1}, "no task takes dict: declare one with @client.task()"),
+    ],
+)
+def test_what_is_no_job_is_refused_with_what_to_insert(
+    nowhere: awa.Client, make: Callable[[Any], Any], advice: str
+) -> None:
+    """Guards the first mistakes of who comes from another queue."""
+
+    @nowhere.task()
+    def ship(order: int) -> None: ...
+
+    with pytest.raises(ConfigError) as caught:
+        nowhere.insert(make(ship))
+    assert str(caught.value).startswith(advice)
+
+
+def test_a_misspelt_argument_is_named_beside_the_one_that_is_missing(nowhere: awa.Client) -> None:
+    @nowhere.task()
+    def ship(order: int) -> None: ...
+
+    with pytest.raises(ValidationError, match=r"missing a required argument: 'order'; it has none called 'ordre'$"):
+        ship.bind(ordre=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(("after", "said"), [({"a": 1}, "got dict"), (object(), "after must be"), ([None], "got None")])
+def test_what_is_no_job_to_run_after_is_refused(nowhere: awa.Client, after: Any, said: str) -> None:
+    with pytest.raises(ValidationError, match="give what insert returned") as caught:
+        nowhere.insert({}, kind="k", after=after)
+    assert said in str(caught.value)

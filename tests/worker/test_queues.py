@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -198,3 +199,23 @@ def test_slow_jobs_behind_many_fast_ones_are_shared(
     gate.wait_for("slow", 2)
     start_worker(client, threads=2)
     gate.wait_for("slow", 4, timeout=5)
+
+
+def test_a_worker_says_whose_queues_it_does_not_serve(
+    client: awa.Client, start_worker: StartWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards who gives a task a queue and starts a worker without naming it: nothing would ever run, and silently."""
+
+    @client.task(queue="mail")
+    def send() -> None: ...
+
+    @client.task()
+    def other() -> None: ...
+
+    with caplog.at_level(logging.INFO, "awa.worker"):
+        start_worker(client, queues=["default"])
+    assert "leaves to others the queues of some of its tasks: mail;" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "awa.worker"):
+        start_worker(client, queues=["default", "mail"])
+    assert "leaves to others" not in caplog.text
