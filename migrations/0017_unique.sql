@@ -314,7 +314,8 @@ $$;
 
 -- Give a job that waits other args, options and time. False when it does not wait, or not any more; nothing changes
 -- then. Waits for whoever is promoting, claiming or cancelling it. It keeps its id, key, attempts and history; parents
--- only when p_parents is NULL. One that is set aside for its kind stays so, unless it gets a time.
+-- only when p_parents is NULL. Nothing changes either when it would wait for itself, as it may by two replacements of one
+-- batch; the caller has looked before. One that is set aside for its kind stays so, unless it gets a time.
 CREATE FUNCTION awa.replace_waiting(p_id bigint, p_queue text, p_priority smallint, p_kind text, p_args json,
                                     p_max_attempts smallint, p_timeout_ms integer, p_tags text[], p_metadata json,
                                     p_run_at timestamptz, p_follow_ups json, p_parents bigint[],
@@ -323,6 +324,9 @@ LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     r record;
 BEGIN
+    IF p_parents IS NOT NULL AND awa.is_circle(p_id, p_parents) THEN
+        RETURN false;
+    END IF;
     UPDATE awa.waiting_jobs w
        SET (waits_for, run_at, wait_key, state) = (
                SELECT g.waits_for,

@@ -207,7 +207,7 @@ class Book:
 
     def _replace(self, entry: Entry, row: JobRow, now: datetime) -> None:
         """What a job that waits is about; its id, key, attempts and history stay."""
-        if entry.waits_for is None:
+        if entry.waits_for is None or self._is_circle(entry.id, row.parents or ()):
             return
         failed = entry.row.on_parent_failure if row.parents is None else row.on_parent_failure
         entry.row = row._replace(unique=entry.row.unique, on_parent_failure=failed)

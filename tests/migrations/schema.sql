@@ -2119,6 +2119,9 @@ CREATE FUNCTION awa.replace_waiting(p_id bigint, p_queue text, p_priority smalli
 DECLARE
     r record;
 BEGIN
+    IF p_parents IS NOT NULL AND awa.is_circle(p_id, p_parents) THEN
+        RETURN false;
+    END IF;
     UPDATE awa.waiting_jobs w
        SET (waits_for, run_at, wait_key, state) = (
                SELECT g.waits_for,

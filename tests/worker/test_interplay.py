@@ -63,6 +63,28 @@ def test_a_job_that_is_replaced_does_not_come_to_wait_for_itself(
     assert client.get(first.id).args == {"n": 2}
 
 
+def test_of_two_that_are_replaced_at_once_and_would_wait_for_each_other_one_stays_as_it_is(
+    client: awa.Client, conn: Conn
+) -> None:
+    """Guard: replace_waiting looks again. Each of the two would do alone; both would wait for ever."""
+
+    @client.task()
+    def work(n: int) -> None: ...
+
+    @client.task()
+    def other() -> None: ...
+
+    first = client.insert(work.bind(1), unique=LATEST, delay=3600)
+    second = client.insert(other.bind(), unique=LATEST, delay=3600)
+    both = [
+        awa.NewJob(work.bind(2), unique=LATEST, after=second),
+        awa.NewJob(other.bind(), unique=LATEST, after=first),
+    ]
+    assert [job.id for job in client.insert_many(both)] == [first.id, second.id]
+    assert count(conn, "SELECT count(*) FROM awa.waiting_jobs WHERE waits_for = 'parent'") == 1
+    assert count(conn, "SELECT count(*) FROM awa.waiting_jobs WHERE waits_for = 'time'") == 1
+
+
 def test_handlers_in_their_transactions_insert_without_them(
     client: awa.Client, start_worker: StartWorker, conn: Conn
 ) -> None:
