@@ -110,7 +110,9 @@ def _control(
         raise refusal(conn, schema, part, error) from error
     assert found is not None
     if found["happened"] == "not_found":
-        raise JobNotFound(f"no job has the id {job_id}, or its history is gone", job_id=job_id)
+        raise JobNotFound(
+            f"no job has the id {job_id}: its history is gone, or its insert is not committed", job_id=job_id
+        )
     if found["happened"] == "busy":
         raise JobBusy(
             f"job {job_id}, which is {found['state']}, was held by another transaction for a second: nothing was "

@@ -630,5 +630,7 @@ def get_job(conn: Connection[Any], schema: Schema, job_id: int) -> JobInfo:
     except REFUSED as error:
         raise refusal(conn, schema, "producer", error) from error
     if found is None:
-        raise JobNotFound(f"no job has the id {job_id}, or its history is gone", job_id=job_id)
+        raise JobNotFound(
+            f"no job has the id {job_id}: its history is gone, or its insert is not committed", job_id=job_id
+        )
     return found

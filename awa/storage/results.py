@@ -414,7 +414,7 @@ def look(conn: Connection[Any], schema: Schema, job_id: int) -> Ended | str:
                     return _read(row[0], None, row[1]) if kept is None else _read(*kept[1:])
     except REFUSED as error:
         raise refusal(conn, schema, "producer", error) from error
-    raise JobNotFound(f"no job has the id {job_id}, or its history is gone", job_id=job_id)
+    raise JobNotFound(f"no job has the id {job_id}: its history is gone, or its insert is not committed", job_id=job_id)
 
 
 def _read(state: str, result: str | None, error: str | None) -> Ended | str:
