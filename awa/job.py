@@ -265,7 +265,7 @@ class Job(Generic[A]):
         Raises:
             StaleAttempt: The attempt was taken over. The transaction cannot commit any more.
             ValidationError: *result* cannot be kept; nothing was sent.
-            ConfigError: There is a *result*, and jobs of this kind keep none.
+            ConfigError: There is a *result*, and jobs of this kind keep none; or *conn* commits by itself.
         """
         self._controls.complete(self._attempt, conn, result)
 

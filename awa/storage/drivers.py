@@ -85,6 +85,11 @@ def sqlstate(error: BaseException) -> str | None:
     return getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
 
 
+def commits_at_once(conn: Driver) -> bool:
+    """Whether a statement that is sent now is a transaction of its own."""
+    return bool(conn.autocommit) and conn.info.transaction_status == TransactionStatus.IDLE
+
+
 # --- rows
 
 
@@ -292,9 +297,8 @@ def _casters(extensions: Any) -> list[Any]:
 
 def _copy_by_psycopg2(conn: Psycopg2Connection, statement: str, chunks: Iterator[bytes]) -> None:
     reader = _Reader(chunks)
-    is_idle = conn.info.transaction_status == TransactionStatus.IDLE
     with closing(_psycopg2_cursor(conn)) as cursor:
-        if conn.autocommit and is_idle:  # the statement is a transaction of its own
+        if commits_at_once(conn):
             reader.copy(cursor, statement)
             return
         cursor.execute("SAVEPOINT awa_copy")

@@ -18,6 +18,7 @@ from awa.lent import Lent
 from awa.registry import TaskOptions
 from awa.retry import delay_after, verdict
 from awa.storage import jobs
+from awa.storage.drivers import commits_at_once
 from awa.storage.lent import lent
 from awa.storage.schema import Schema
 from awa.worker.transactions import Transactions, stale
@@ -76,6 +77,12 @@ class Attempts:
         with lent(conn) as driver:
             if self._transactions.completes(attempt, driver, result):
                 return
+            if commits_at_once(driver):
+                raise ConfigError(
+                    "complete was lent a connection in autocommit mode with no transaction open, so the job would be "
+                    "completed apart from what its handler writes: call it inside `with conn.transaction():`, or use "
+                    "`with job.transaction() as conn:`"
+                )
             # Once it has begun, the database is asked what happened, whatever this call returns.
             if not attempt.begin_complete():
                 raise stale(attempt)

@@ -60,10 +60,12 @@ def test_effects_and_completion_commit_together_at_any_isolation_level(
     wait_until(lambda: count_running(ledger) == 0)
 
 
-def test_it_takes_a_cursor_a_pooled_connection_and_one_without_a_transaction(
+def test_it_takes_a_cursor_a_pooled_connection_and_none_without_a_transaction(
     database: str, client: awa.Client, start_worker: StartWorker, ledger: Conn
 ) -> None:
-    @client.task()
+    """Guard: commits_at_once. Without it the job is completed apart from what its handler has written."""
+
+    @client.task(fail_on=awa.ConfigError)
     def work(how: str) -> None:
         job = awa.current_job()
         if how == "cursor":
@@ -79,7 +81,10 @@ def test_it_takes_a_cursor_a_pooled_connection_and_one_without_a_transaction(
 
     start_worker(client)
     jobs = [client.insert(work.bind(how)) for how in ("cursor", "pooled", "autocommit")]
-    assert [ended(client, job).state for job in jobs] == ["completed"] * 3
+    found = [ended(client, job) for job in jobs]
+    assert [job.state for job in found] == ["completed", "completed", "failed"]
+    assert found[2].error is not None
+    assert "`with conn.transaction():`" in found[2].error["text"]
 
 
 @pytest.mark.parametrize("then", ["raise", "retry", "return"])
