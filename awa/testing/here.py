@@ -14,7 +14,7 @@ from awa.errors import TerminalError
 from awa.job import Outcome
 from awa.lent import Lent
 from awa.storage.lent import lent
-from awa.worker.attempt import Attempts
+from awa.worker.attempt import Attempts, check_joins
 from awa.worker.supervisor import make_handlers
 from awa.worker.transactions import stale
 
@@ -84,6 +84,8 @@ class Completes(Attempts):
         lent(conn)
         if isinstance(conn, Connection) and self._transactions.completes(attempt, conn, result):
             return
+        if isinstance(conn, Connection):
+            check_joins(conn)
         if not attempt.begin_complete():
             raise stale(attempt)
         self.kept = None if dump is None else dump(result)

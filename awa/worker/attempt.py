@@ -14,7 +14,7 @@ from awa._core import Attempt, Outcomes
 from awa.errors import ConfigError, ValidationError
 from awa.failure import Failure, describe, told
 from awa.job import Cancel, Job, Outcome, RetryAfter, Snooze
-from awa.lent import Lent
+from awa.lent import Driver, Lent
 from awa.registry import TaskOptions
 from awa.retry import delay_after, verdict
 from awa.storage import jobs
@@ -24,6 +24,20 @@ from awa.storage.schema import Schema
 from awa.worker.transactions import Transactions, stale
 
 log = logging.getLogger("awa.job")
+
+
+def check_joins(conn: Driver) -> None:
+    """Refuse a connection on which ``complete`` would be a transaction of its own.
+
+    Raises:
+        ConfigError: It is in autocommit mode, with no transaction open.
+    """
+    if commits_at_once(conn):
+        raise ConfigError(
+            "complete was lent a connection in autocommit mode with no transaction open, so the job would be completed "
+            "apart from what its handler writes: call it inside `with conn.transaction():`, or use "
+            "`with job.transaction() as conn:`"
+        )
 
 
 class Attempts:
@@ -77,12 +91,7 @@ class Attempts:
         with lent(conn) as driver:
             if self._transactions.completes(attempt, driver, result):
                 return
-            if commits_at_once(driver):
-                raise ConfigError(
-                    "complete was lent a connection in autocommit mode with no transaction open, so the job would be "
-                    "completed apart from what its handler writes: call it inside `with conn.transaction():`, or use "
-                    "`with job.transaction() as conn:`"
-                )
+            check_joins(driver)
             # Once it has begun, the database is asked what happened, whatever this call returns.
             if not attempt.begin_complete():
                 raise stale(attempt)

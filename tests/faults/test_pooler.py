@@ -528,6 +528,8 @@ def test_a_frozen_holder_that_let_go_is_not_ended(database: str, conn: Conn) -> 
         assert other.execute("SELECT 2").fetchone() == (2,)
         other.execute("SELECT pg_advisory_xact_lock(hashtextextended('awa.queue:default', 0))")
         assert backends.end_holder(conn, schema, holder.backend, lock)
+        gone = "SELECT NOT EXISTS (SELECT FROM pg_stat_activity WHERE pid = %s)"
+        wait_until(lambda: conn.execute(gone, [other.info.backend_pid]).fetchone() == (True,))
         with pytest.raises(psycopg.errors.AdminShutdown):
             other.execute("SELECT 3")
 

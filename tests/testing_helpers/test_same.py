@@ -202,7 +202,9 @@ def completing(client: awa.Client, conn: psycopg.Connection[Any]) -> list[Any]:
     for how in ("plain", "snooze", "roll back"):
         client.insert(work.bind(how))
     ran = told(client, run_all(client, raises=False))
-    with pytest.raises(awa.StaleAttempt) as late:
+    with pytest.raises(awa.StaleAttempt) as late, conn.transaction():
+        jobs[0].complete(conn)
+    with pytest.raises(awa.ConfigError, match="autocommit"):
         jobs[0].complete(conn)
     refused.append(str(late.value).partition(":")[2])
     return [ran, refused]
