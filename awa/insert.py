@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from itertools import chain, islice
+from sys import modules
 from typing import Any, Literal, Protocol, TypedDict
 
 import orjson
@@ -23,7 +24,7 @@ from awa.registry import BoundArgs, Registry, Task, TaskOptions
 from awa.storage import jobs
 from awa.storage.clock import DatabaseClock
 from awa.storage.connection import repeated
-from awa.storage.jobs import JobInfo, JobRow, KeyAt, Written
+from awa.storage.jobs import AT_ONCE, JobInfo, JobRow, KeyAt, Written
 from awa.storage.lent import lent, lent_async
 from awa.storage.schema import Schema
 from awa.unique import Unique, check_unique
@@ -168,21 +169,6 @@ def prepare(item: object, registry: Registry, defaults: Defaults, depth: int = 0
         ValidationError: Its args or an option cannot be stored; nothing was sent to the database.
         ConfigError: Nothing says which kind it is.
     """
-    row = _settled(item, registry, defaults, depth)
-    return _traced(row) if trace.is_active() else row
-
-
-def _traced(row: JobRow) -> JobRow:
-    """*row* with the trace context of now in its metadata, unless that has one."""
-    context = trace.trace_context()
-    if not context:
-        return row
-    given = {} if row.metadata is None else orjson.loads(row.metadata)
-    return row if "traceparent" in given else row._replace(metadata=orjson.dumps(given | context))
-
-
-def _settled(item: object, registry: Registry, defaults: Defaults, depth: int) -> JobRow:
-    """*item* validated, with what the call, its task, the client and the defaults say."""
     if not isinstance(item, NewJob):
         if type(item) is BoundArgs:  # the same as _body does, without the way there
             task: Task[..., Any] | None = item.task
@@ -197,8 +183,24 @@ def _settled(item: object, registry: Registry, defaults: Defaults, depth: int) -
             said.priority or defaults.priority,
             said.max_attempts or defaults.max_attempts,
         )
-        return row if said.unique is None else _with_key(row, said.unique)
-    new = item
+        if said.unique is not None:
+            row = _with_key(row, said.unique)
+    else:
+        row = _settled(item, registry, defaults, depth)
+    return _traced(row) if trace.API in modules else row
+
+
+def _traced(row: JobRow) -> JobRow:
+    """*row* with the trace context of now in its metadata, unless that has one."""
+    context = trace.trace_context()
+    if not context:
+        return row
+    given = {} if row.metadata is None else orjson.loads(row.metadata)
+    return row if "traceparent" in given else row._replace(metadata=orjson.dumps(given | context))
+
+
+def _settled(new: NewJob, registry: Registry, defaults: Defaults, depth: int) -> JobRow:
+    """*new* validated, with what it, its task, the client and the defaults say."""
     given_kind = None if new.kind is None else options.check_kind(new.kind)
     kind, body, task = _body(new.args, given_kind, registry, defaults)
     said = _NOTHING if task is None else task.options
@@ -498,8 +500,8 @@ class Producer:
     def _stream(self, items: Iterable[object]) -> Iterator[JobRow]:
         for position, item in enumerate(_several(items)):
             row = self._at(position, item)
-            given = next((name for name in NOT_BY_COPY if getattr(row, name) is not None), None)
-            if given is not None:
+            if row[8:] != AT_ONCE:
+                given = next(name for name in NOT_BY_COPY if getattr(row, name) is not None)
                 raise ValidationError(
                     f"items[{position}] has {NOT_BY_COPY[given]}, but insert_many_copy takes jobs that are available "
                     "at once and have nothing to do with others: use insert_many for it",

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import sys
 
-__all__ = ["is_active", "trace_context"]
+__all__ = ["API", "trace_context"]
 
-_API = "opentelemetry.trace"
-
-
-def is_active() -> bool:
-    """Whether this process uses OpenTelemetry; a program that does has imported it."""
-    return _API in sys.modules
+API = "opentelemetry.trace"
+"""The module that a program has imported when it uses OpenTelemetry."""
 
 
 def trace_context() -> dict[str, str]:
@@ -19,7 +15,8 @@ def trace_context() -> dict[str, str]:
 
     Source: https://www.w3.org/TR/trace-context/
     """
-    if not is_active() or not sys.modules[_API].get_current_span().get_span_context().is_valid:
+    api = sys.modules.get(API)
+    if api is None or not api.get_current_span().get_span_context().is_valid:
         return {}
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 

@@ -82,6 +82,8 @@ class JobRow(NamedTuple):  # a tuple: made once per job, in half the time of a f
 
 
 _PLAIN = (None,) * 10
+AT_ONCE = (None,) * 7
+"""The end, from ``run_at`` on, of a row that is available at once and has nothing to do with other jobs."""
 _NOTHING_RARE = _UNBOUND = (None,) * 5
 
 
