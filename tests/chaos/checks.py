@@ -192,14 +192,13 @@ CHECKS = (
           FROM (SELECT DISTINCT job, mark FROM ledger.entries WHERE kind = 'parent') p
           JOIN a_final f USING (job)
           LEFT JOIN (SELECT -mark / 10 AS parent, array_agg(mark ORDER BY mark) AS marks
-                       FROM a_job WHERE mark < 0 GROUP BY 1) c ON c.parent = p.mark
+                       FROM a_child GROUP BY 1) c ON c.parent = p.mark
          WHERE c.marks IS DISTINCT FROM
                ARRAY[-(10 * p.mark + CASE f.state WHEN 'completed' THEN 1 WHEN 'failed' THEN 2 ELSE 3 END)]
         UNION ALL
         SELECT format('mark %s follows nothing', mark)
-          FROM a_job j
-         WHERE mark < 0
-           AND NOT EXISTS (SELECT FROM ledger.entries e WHERE e.kind = 'parent' AND e.mark = -j.mark / 10)
+          FROM a_child j
+         WHERE NOT EXISTS (SELECT FROM ledger.entries e WHERE e.kind = 'parent' AND e.mark = -j.mark / 10)
         """,
     ),
     Check(
@@ -339,6 +338,10 @@ def find_leftovers(conn: Connection[Any], *, timeout: float = 15.0) -> list[str]
 
 PREPARE = """
     CREATE TEMP TABLE a_job AS SELECT * FROM ledger.jobs;
+    -- below zero are what follows others, and what --count inserts
+    CREATE TEMP TABLE a_child AS
+        SELECT * FROM a_job j
+         WHERE mark < 0 AND NOT EXISTS (SELECT FROM ledger.entries e WHERE e.job = j.job AND e.kind = 'count');
     CREATE TEMP TABLE a_final AS SELECT * FROM ledger.finals;
     CREATE TEMP TABLE a_member AS
         SELECT c.runtime, c.claim_id, m AS entry_id FROM ledger.claims c CROSS JOIN LATERAL unnest(c.entry_ids) m;
