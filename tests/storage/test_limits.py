@@ -44,7 +44,8 @@ def limit(conn: Conn, queue: str = "q", **limits: Any) -> None:
     with transaction(conn):
         conn.execute("SELECT pg_advisory_xact_lock(hashtextextended('awa.queue:' || %s, 0))", (queue,))
         conn.execute(
-            "INSERT INTO awa.queue_meta (queue, max_running, rate, burst, max_running_per_key) VALUES (%s, %s, %s, %s, %s)"
+            "INSERT INTO awa.queue_meta (queue, max_running, rate, burst, max_running_per_key)"
+            " VALUES (%s, %s, %s, %s, %s)"
             " ON CONFLICT (queue) DO UPDATE SET max_running = excluded.max_running, rate = excluded.rate,"
             " burst = excluded.burst, max_running_per_key = excluded.max_running_per_key",
             (queue, *values),

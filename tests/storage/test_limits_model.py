@@ -210,8 +210,8 @@ class History:
 
     def run(self) -> None:
         steps: dict[Callable[[], None], int] = {
-            self.insert: 6, self.claim: 14, self.claim_slowly: 4, self.settle: 10, self.lend: 3, self.die: 2, self.cancel: 2,
-            self.change: 1, self.time_passes: 2, self.turn: 1,
+            self.insert: 6, self.claim: 14, self.claim_slowly: 4, self.settle: 10, self.lend: 3, self.die: 2,
+            self.cancel: 2, self.change: 1, self.time_passes: 2, self.turn: 1,
         }  # fmt: skip
         counts: dict[Any, int] = {}
         for _ in range(STEPS):
