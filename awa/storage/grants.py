@@ -45,8 +45,10 @@ OWNERS_FUNCTIONS: Mapping[str, tuple[Part, ...]] = {
     "enqueue_many_v1(text[], smallint[], text[], text[], smallint[], integer[], text[], text[], text[],"
     " double precision[], bytea[], text[], text[], text[], text[], boolean)": ("worker", "producer"),
     "enqueue_many_v2(text[], smallint[], text[], text[], smallint[], integer[], text[], text[], text[],"
-    " double precision[], bytea[], text[], text[], text[], text[], text[], text[], text[], boolean)":
-        ("worker", "producer"),
+    " double precision[], bytea[], text[], text[], text[], text[], text[], text[], text[], boolean)": (
+        "worker",
+        "producer",
+    ),
     "holder_v1(bytea)": ("worker", "producer"),
 }
 """The functions that act with the owner's rights, and who may call them."""

@@ -239,9 +239,9 @@ class Book:
                 self._entries.pop(job_id, None)
 
     def promote(self) -> int:
-        """Cancel what has expired, make available what is due; returns how many those are."""
+        """Cancel what has expired while it waits, make available what is due; returns how many those are."""
         with self._lock:
-            self._expire(list(self._entries.values()))
+            self._expire([entry for entry in self._entries.values() if entry.waits_for is not None])
             now = datetime.now(UTC)
             due = [entry for entry in self._entries.values() if _waits_until(entry) <= now]
             for entry in sorted(due, key=lambda entry: (entry.run_at, entry.id)):
