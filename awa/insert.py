@@ -223,16 +223,17 @@ def _settled(new: NewJob, registry: Registry, defaults: Defaults, depth: int) ->
     run_at = None if new.run_at is None else options.check_run_at(new.run_at)
     if run_at is not None and delay is not None:
         raise ValidationError("run_at and delay exclude each other: give one", path="delay", value=new.delay)
-    expires_at = None if new.expires_at is None else options.check_expires_at(new.expires_at, run_at)
-    concurrency_key, ordering_key = new.concurrency_key, new.ordering_key
+    concurrency_key, ordering_key, expires_at = new.concurrency_key, new.ordering_key, new.expires_at
     if concurrency_key is not None:
         concurrency_key = options.check_job_key(concurrency_key, "concurrency_key")
-    elif said.has_keys and task is not None:
-        concurrency_key = task.concurrency_key_of(args)
     if ordering_key is not None:
         ordering_key = options.check_job_key(ordering_key, "ordering_key")
-    elif said.has_keys and task is not None:
-        ordering_key = task.ordering_key_of(args)
+    if said.has_keys:
+        assert task is not None
+        concurrency_key = task.concurrency_key_of(args) if concurrency_key is None else concurrency_key
+        ordering_key = task.ordering_key_of(args) if ordering_key is None else ordering_key
+    if expires_at is not None:
+        expires_at = options.check_expires_at(expires_at, run_at)
     parents = None if new.after is None else options.check_after(new.after)
     after_failed = None if new.after_failed is None else options.check_after_failed(new.after_failed)
     if after_failed is not None and parents is None:

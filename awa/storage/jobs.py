@@ -504,15 +504,15 @@ class _Lines:
 
 
 def _copy_line(row: JobRow) -> bytes:
-    return b"\t".join(
-        (
-            _copy_text(row.queue.encode()),
-            b"%d\t%d" % (2 * row.priority + 1, row.priority),
-            _copy_text(row.kind.encode()),
-            row.args.replace(b"\\", b"\\\\"),  # JSON has no raw tab or line break
-            b"%d" % row.max_attempts,
-            _COPY_NOTHING_RARE if row[5:13] == _NOTHING_RARE else _copy_rare(row),
-        )
+    queue, kind, args, priority, max_attempts = row[:5]
+    return b"%b\t%d\t%d\t%b\t%b\t%d\t%b" % (
+        _copy_text(queue.encode()),
+        2 * priority + 1,
+        priority,
+        _copy_text(kind.encode()),
+        args.replace(b"\\", b"\\\\"),  # JSON has no raw tab or line break
+        max_attempts,
+        _COPY_NOTHING_RARE if row[5:13] == _NOTHING_RARE else _copy_rare(row),
     )
 
 
