@@ -505,15 +505,10 @@ class _Lines:
 
 def _copy_line(row: JobRow) -> bytes:
     queue, kind, args, priority, max_attempts = row[:5]
-    return b"%b\t%d\t%d\t%b\t%b\t%d\t%b" % (
-        _copy_text(queue.encode()),
-        2 * priority + 1,
-        priority,
-        _copy_text(kind.encode()),
-        args.replace(b"\\", b"\\\\"),  # JSON has no raw tab or line break
-        max_attempts,
-        _COPY_NOTHING_RARE if row[5:13] == _NOTHING_RARE else _copy_rare(row),
-    )
+    body = args.replace(b"\\", b"\\\\")  # JSON has no raw tab or line break
+    rest = _COPY_NOTHING_RARE if row[5:13] == _NOTHING_RARE else _copy_rare(row)
+    begin = _copy_text(queue.encode()), 2 * priority + 1, priority, _copy_text(kind.encode())
+    return b"%b\t%d\t%d\t%b\t%b\t%d\t%b" % (*begin, body, max_attempts, rest)
 
 
 _COPY_NOTHING_RARE = b"\t".join([b"\\N"] * 6) + b"\n"
