@@ -436,14 +436,18 @@ END $$;
 CREATE FUNCTION awa.cancel_waiting_v1(p_queue text, p_reason text DEFAULT NULL, p_from jsonb DEFAULT NULL,
                                       p_limit integer DEFAULT 500, OUT happened text, OUT cancelled integer,
                                       OUT go_on jsonb)
-LANGUAGE sql VOLATILE AS $$
+LANGUAGE sql VOLATILE
+SET jit = off
+AS $$
     SELECT s.happened, s.waiting, s.go_on FROM awa.clear_step(p_queue, false, p_reason, p_from, p_limit) s
 $$;
 
 -- Delete whatever waits in a queue, is available, has failed or was cancelled, in steps as awa.cancel_waiting_v1.
 CREATE FUNCTION awa.purge_queue_v1(p_queue text, p_from jsonb DEFAULT NULL, p_limit integer DEFAULT 500,
                                    OUT happened text, OUT waiting integer, OUT ended integer, OUT go_on jsonb)
-LANGUAGE sql VOLATILE AS $$
+LANGUAGE sql VOLATILE
+SET jit = off
+AS $$
     SELECT s.happened, s.waiting, s.ended, s.go_on FROM awa.clear_step(p_queue, true, NULL, p_from, p_limit) s
 $$;
 
