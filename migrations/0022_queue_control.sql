@@ -273,7 +273,8 @@ BEGIN
                      ORDER BY w.id LIMIT p_limit
                 ), held AS MATERIALIZED (
                     SELECT w.id FROM awa.waiting_jobs w
-                     WHERE w.id = ANY (ARRAY(SELECT p.id FROM place p)) AND w.queue = p_queue
+                     WHERE w.id = ANY (ARRAY(SELECT p.id FROM place p))
+                       AND (w.queue = p_queue) IS TRUE      -- no index of queues for this
                        FOR UPDATE SKIP LOCKED
                 ), taken AS (
                     DELETE FROM awa.waiting_jobs w WHERE w.id = ANY (ARRAY(SELECT h.id FROM held h)) RETURNING w.*
@@ -356,7 +357,7 @@ BEGIN
                      ORDER BY e.ended_at, e.id LIMIT p_limit
                 ), held AS MATERIALIZED (
                     SELECT e.id FROM awa.ended_jobs e
-                     WHERE e.id = ANY (ARRAY(SELECT p.id FROM place p)) AND e.queue = p_queue
+                     WHERE e.id = ANY (ARRAY(SELECT p.id FROM place p)) AND (e.queue = p_queue) IS TRUE
                        FOR UPDATE SKIP LOCKED
                 ), taken AS (
                     DELETE FROM awa.ended_jobs e WHERE e.id = ANY (ARRAY(SELECT h.id FROM held h))
