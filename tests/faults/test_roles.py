@@ -214,6 +214,31 @@ def test_a_fleet_with_the_least_rights_does_everything(
 
 
 @pytest.mark.parametrize("schema", ["awa", "Jobs-2"])
+def test_a_worker_controls_queues_and_a_reader_looks_at_them(install: Install, schema: str) -> None:
+    installed = install(schema)
+    admin = installed.client("worker").admin
+    web, reader = installed.client("producer"), installed.client("reader")
+    key: dict[str, Any] = {"kind": "work", "queue": "q", "unique": awa.Unique()}
+    web.insert_many([awa.NewJob({"n": 1}, **key), awa.NewJob({"n": 2}, delay=60, **key)])
+    admin.pause_queue("q", by="anna")
+    admin.set_limits("q", max_running=3, max_running_per_key=1, rate_limit=awa.RateLimit(5))
+    found = reader.admin.get_queue("q")
+    assert (found.paused_by, found.limits) == ("anna", awa.Limits(3, awa.RateLimit(5), 1))
+    assert ([info.name for info in reader.admin.list_queues()], reader.admin.count_waiting("q")) == (["q"], 2)
+    for client, needed in ((reader, "worker"), (web, "worker")):
+        with pytest.raises(awa.PermissionDenied, match=f"--grants {needed}="):
+            client.admin.pause_queue("q")
+        with pytest.raises(awa.PermissionDenied, match=f"--grants {needed}="):
+            client.admin.cancel_waiting("q")
+    assert admin.cancel_waiting("q") == 2
+    assert admin.purge_queue("q").ended == 2
+    admin.resume_queue("q")
+    assert admin.clear_limits("q").limits == awa.Limits()
+    for client in (web, reader):
+        client.close()
+
+
+@pytest.mark.parametrize("schema", ["awa", "Jobs-2"])
 def test_a_producer_waits_for_results_and_says_what_follows(
     install: Install, start_worker: StartWorker, schema: str
 ) -> None:

@@ -812,3 +812,40 @@ def test_jobs_that_wait_for_others_are_let_go_by_few_rows(
     listed = [plan for plan in plans if "w.waits_for = 'parent' AND w.seq >" in plan.query]
     assert len(listed) >= 3
     check(listed, most_rows=200)
+
+
+@statistics
+@pytest.mark.parametrize("function", ["cancel_waiting_v1('q', 'x', %s, 10)", "purge_queue_v1('q', %s, 10)"])
+def test_clearing_a_queue_reads_each_job_once(conn: Conn, explained: Explained, statistics: str, function: str) -> None:
+    """Guard: a step goes on behind the one before, by an index; what was ended before is not read again."""
+
+    def full(conn: Conn, runtime: int) -> None:
+        one_queue(conn, runtime)
+        conn.execute(
+            f"""INSERT INTO awa.waiting_jobs (run_at, queue, kind)
+                SELECT now() + n * interval '1 min', CASE n % 2 WHEN 0 THEN 'q' ELSE 'b' END, 'noop'
+                  FROM generate_series(1, {LARGE}) n"""
+        )
+
+    prepare(conn, statistics, full)
+    go_on: str | None = None
+
+    def step() -> int:
+        nonlocal go_on
+        row = conn.execute(f"SELECT *, go_on::text FROM awa.{function}", (go_on,)).fetchone()
+        assert row is not None
+        go_on = row[-1]
+        return int(row[1])
+
+    for _ in range(12):
+        assert step() == 10
+    with explained.watch() as plans:
+        assert step() == 10
+    check(plans, most_rows=200)
+    place = json.loads(go_on or "{}") | {"place": 7, "id": None, "hi": None, "found": 1}
+    go_on = json.dumps(place)
+    for _ in range(12):
+        assert step() == 10
+    with explained.watch() as plans:
+        assert step() == 10
+    check(plans, most_rows=200)
