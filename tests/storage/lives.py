@@ -156,7 +156,7 @@ ENDED = (make_completed, make_completed_by_its_handler, make_failed, make_cancel
 Make = Callable[[Conn, int], Prepared]
 
 
-def pages(admin: Admin, wanted: JobState, *, limit: int, **filters: Any) -> list[list[JobInfo]]:
+def pages(admin: Admin, wanted: JobState | None, *, limit: int, **filters: Any) -> list[list[JobInfo]]:
     """Every page of a list."""
     found: list[list[JobInfo]] = []
     after: str | None = None
@@ -170,6 +170,6 @@ def pages(admin: Admin, wanted: JobState, *, limit: int, **filters: Any) -> list
         after = page.after
 
 
-def listed(admin: Admin, wanted: JobState, *, limit: int = 1000, **filters: Any) -> list[int]:
+def listed(admin: Admin, wanted: JobState | None, *, limit: int = 1000, **filters: Any) -> list[int]:
     """The ids in a list."""
     return [job.id for page in pages(admin, wanted, limit=limit, **filters) for job in page]

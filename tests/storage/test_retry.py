@@ -111,7 +111,7 @@ def leave_row(conn: Conn, job: int) -> None:
 def test_what_has_ended_comes_last_with_all_attempts_before_it(conn: Conn, make: Make) -> None:
     """Guard: the row of ended_jobs goes, an entry comes; attempt is 1, the history stays."""
     runtime = register(conn)
-    job, before = make(conn, runtime)
+    job, _ = make(conn, runtime)
     insert(conn, 2)
     told = history(conn, job)
     assert told
@@ -168,9 +168,7 @@ def test_what_is_available_stays_where_it_is(conn: Conn, make: Make) -> None:
     assert scalar(conn, "SELECT count(*) FROM awa.jobs") == entries
 
 
-@pytest.mark.parametrize(
-    "make", [make_running, make_running_from_aside, make_completed, make_completed_by_its_handler]
-)
+@pytest.mark.parametrize("make", [make_running, make_running_from_aside, make_completed, make_completed_by_its_handler])
 def test_what_runs_or_has_completed_is_refused(conn: Conn, make: Make) -> None:
     job, before = make(conn, register(conn))
     entries = scalar(conn, "SELECT count(*) FROM awa.jobs")
@@ -202,7 +200,7 @@ def test_what_is_unknown_or_forgotten_is_not_found(conn: Conn) -> None:
 
 
 def test_a_retried_job_is_all_that_it_was(conn: Conn) -> None:
-    """Guard: every column of a body is copied, from an ended and from a waiting job; an expiry is not kept for ended."""
+    """Guard: every column of a body is copied, of ended and of waiting jobs; of the former no expiry is known."""
     columns = (
         "id, queue, kind, priority, max_attempts, timeout_ms, args::text, metadata::text, tags, concurrency_key,"
         " ordering_key, unique_key, follow_ups::text, history::text, created_at"
