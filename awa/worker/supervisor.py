@@ -261,6 +261,7 @@ class Worker:
             outcomes=self._outcomes,
             threads=settings.threads,
             poll_interval=settings.poll_interval,
+            priority_aging=settings.priority_aging,
             notify=settings.notify,
             identity=identity,
             on_gone=identity.register,
