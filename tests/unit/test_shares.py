@@ -38,6 +38,7 @@ class Process:
         self.names = [spec.name for spec in self.queues]
         self.inbox: deque[str] = deque()
         self.running: list[tuple[float, float, str]] = []  # end, start, queue
+        self.opened = dict.fromkeys(self.names, 0)
         self.spent = dict.fromkeys(self.names, 0.0)
         self.ended = dict.fromkeys(self.names, 0)
         self.used = dict.fromkeys(self.names, 0.0)
@@ -46,7 +47,7 @@ class Process:
         self.idle_threads = 0.0
 
     def open(self, name: str) -> int:
-        return sum(one == name for *_, one in self.running) + self.inbox.count(name)
+        return self.opened[name]
 
     def loads(self) -> dict[str, Load]:
         return {
@@ -62,6 +63,8 @@ class Process:
     def claim(self) -> None:
         """As a leader does: until the threads have something, or every queue was asked."""
         asked: set[str] = set()
+        if len(self.inbox) > self.ahead // 2:  # somebody comes back for more while the rest of the batch runs
+            return
         while True:
             limit = self.threads - len(self.running) + self.ahead - len(self.inbox)
             among = [name for name in self.names if name not in asked]
@@ -79,6 +82,7 @@ class Process:
                     self.waiting[name] -= got
                 self.shares.came(name, got)
                 self.inbox.extend([name] * got)
+                self.opened[name] += got
                 if got < count:
                     asked.add(name)
             mixed = list(self.inbox)
@@ -106,14 +110,15 @@ class Process:
             self.spent[name] += end - start
             self.used[name] += end - start
             self.ended[name] += 1
+            self.opened[name] -= 1
             self.begin()
 
     def part(self, name: str) -> float:
         return self.used[name] / sum(self.used.values())
 
 
-@pytest.mark.parametrize("threads", [1, 2, 10])
-@pytest.mark.parametrize("weights", [(3, 1), (5, 2, 1), (10, 1)])
+@pytest.mark.parametrize("threads", [1, 10])
+@pytest.mark.parametrize("weights", [(3, 1), (5, 2, 1)])
 @pytest.mark.parametrize("unlike", [1.0, 20.0, 0.05])
 @pytest.mark.parametrize("ahead", [0, 40])
 def test_busy_queues_have_threads_by_their_weights(
@@ -122,7 +127,7 @@ def test_busy_queues_have_threads_by_their_weights(
     queues = [QueueSpec(f"q{n}", weight=weight) for n, weight in enumerate(weights)]
     takes = {spec.name: 0.01 * (unlike if n == 0 else 1.0) for n, spec in enumerate(queues)}
     process = Process(threads, queues, takes, ahead=ahead)
-    process.run(400 * max(takes.values()) * (threads + 3) / threads)
+    process.run(200 * max(takes.values()) * (threads + 3) / threads)
     for spec in queues:
         due = spec.weight / sum(weights)
         assert process.part(spec.name) == pytest.approx(due, rel=0.1), process.used
@@ -223,4 +228,5 @@ def test_no_more_than_threads_and_max_and_never_a_kept_one(
                 process.now = max(process.now, end)
                 process.spent[name] += end - start
                 process.ended[name] += 1
+                process.opened[name] -= 1
                 process.begin()
