@@ -468,6 +468,7 @@ class Client:
         queues: Iterable[str] | str | None = None,
         threads: int | None = None,
         poll_interval: float | timedelta | None = None,
+        priority_aging: float | timedelta | None = None,
         heartbeat: float | timedelta | None = None,
         stale_after: float | timedelta | None = None,
         timeout: float | timedelta | None = None,
@@ -483,10 +484,11 @@ class Client:
         """A worker for the tasks declared so far; a context manager, or call its ``start`` and ``stop``.
 
         Args:
-            queues: ``NAME`` or ``NAME:MAX_WORKERS``; None: AWA_QUEUES, or ``default``.
+            queues: ``NAME``, ``NAME:MAX``, or ``NAME:min=N,weight=N,max=N`` with any of the three; None: AWA_QUEUES, or
+                ``default``.
             threads: Handlers that run at once; None: AWA_THREADS, or 10.
-            poll_interval, heartbeat, stale_after, timeout, shutdown_timeout, completed_retention, failed_retention,
-                dead_retention, rotate_after: Seconds; see :class:`awa.config.Settings`.
+            poll_interval, priority_aging, heartbeat, stale_after, timeout, shutdown_timeout, completed_retention,
+                failed_retention, dead_retention, rotate_after: Seconds; see :class:`awa.config.Settings`.
             listen_url: The database's address past a transaction pooler; None: AWA_LISTEN_URL, or none.
             health_addr: Where it answers ``/healthz`` and ``/readyz``, ``HOST:PORT`` or ``:PORT``; None:
                 AWA_HEALTH_ADDR, or nowhere.
@@ -501,6 +503,7 @@ class Client:
             "queues": queues,
             "threads": threads,
             "poll_interval": poll_interval,
+            "priority_aging": priority_aging,
             "heartbeat": heartbeat,
             "stale_after": stale_after,
             "timeout": timeout,
