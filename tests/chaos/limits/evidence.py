@@ -136,7 +136,8 @@ CHECKS = (
         """,
     ),
     Check(
-        # where one may run at a time; a job's first turn, since later ones come after a delay
+        # Where one may run at a time; a job's first turn, since later ones come after a delay. What was carried forward
+        # has left its place: segments are not always carried in the order in which they were filled.
         "overtook an earlier job of its concurrency key",
         """
         SELECT format('queue %s, key %s: mark %s in claim %s, a later one in claim %s',
@@ -147,6 +148,8 @@ CHECKS = (
                   FROM ledger.keyed k
                   JOIN (SELECT mark, min(claim_id) AS claim_id FROM a_claimed GROUP BY mark) c USING (mark)
                  WHERE k.concurrency_key IS NOT NULL AND k.ordering_key IS NULL
+                   AND NOT EXISTS (SELECT FROM ledger.entries e JOIN ledger.ends x USING (entry_id)
+                                    WHERE e.mark = k.mark AND x.outcome = 'carried')
                    AND 1 = ALL (SELECT l.max_running_per_key FROM ledger.limits l WHERE l.queue = k.queue)) t
          WHERE earliest < claim_id
         """,

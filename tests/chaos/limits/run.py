@@ -68,6 +68,7 @@ def run(
         operator = Operator(database, directory, plan.random("operator"), sabotage)
         crew = _make_crew(plan, workers)
         try:
+            _wait_until_up(crew)
             torment = Torment(conn, plan, crew, operator)
             with Sampler(database) as sampler:
                 torment.go_on(tell)
@@ -193,7 +194,7 @@ class Torment:
     def _pause(self) -> None:
         queue = self._chance.choice(list(KEYS))
         self._operator.pause(queue, is_paused=True)
-        self._at(self._chance.uniform(0.3, 1.2), lambda: self._operator.pause(queue, is_paused=False))
+        self._at(self._chance.uniform(0.3, 3.0), lambda: self._operator.pause(queue, is_paused=False))
 
     def _someone(self) -> Member | None:
         ups = [member for member in self._crew.workers if member.is_up]
@@ -210,6 +211,14 @@ class Torment:
             member.signal(signal.SIGSTOP)
             self.done["worker frozen"] += 1
             self._at(self._chance.uniform(1.0, 4.0), lambda: member.signal(signal.SIGCONT))
+
+
+def _wait_until_up(crew: Crew) -> None:
+    """On a busy machine a worker takes longer to start than a short run lasts."""
+    crew.keep_up(with_producers=False)
+    until = time.monotonic() + 60.0
+    while not all(member.works for member in crew.workers) and time.monotonic() < until:
+        time.sleep(0.1)
 
 
 def _drain(conn: psycopg.Connection[object], crew: Crew, drained: float, tell: Tell) -> None:
