@@ -1,7 +1,8 @@
 """What the ledger says of limits, order and pauses when everything has ended.
 
 Two witnesses say what ran at once: the database's rows, from claim to end, and the handlers, from their first line to
-their last, or to the moment when their runtime was fenced: what a runtime does that was taken for dead counts no more.
+their last, or to the moment when their runtime was fenced: what a runtime does that was taken for dead counts no more, nor
+what a handler does after a transaction in which it has completed its own attempt.
 """
 
 from __future__ import annotations
@@ -34,14 +35,16 @@ class Attempt:
     begun_at: datetime | None
     """When its handler began; None: it never did, or only after its runtime had been fenced."""
     left_at: datetime | None
-    """When its handler ended, or its runtime was fenced."""
+    """When its handler ended or completed it, or its runtime was fenced."""
 
 
 ATTEMPTS = """
     SELECT k.queue, k.concurrency_key, k.ordering_key, k.mark, e.entry_id, c.claim_id, c.at AS claimed_at,
            (SELECT min(x.at) FROM ledger.ends x WHERE x.entry_id = e.entry_id) AS ended_at,
            CASE WHEN (r.started_at < g.gone_at) IS NOT FALSE THEN r.started_at END AS begun_at,
-           least(r.ended_at, g.gone_at) AS left_at
+           least(r.ended_at, g.gone_at,
+                 (SELECT min(x.at) FROM ledger.ends x
+                   WHERE x.entry_id = e.entry_id AND x.outcome = 'completed' AND x.flush IS NULL)) AS left_at
       FROM ledger.claims c
      CROSS JOIN LATERAL unnest(c.entry_ids) m
       JOIN ledger.entries e ON e.entry_id = m

@@ -81,7 +81,7 @@ def run(
             operator.close()
         tell("checking")
         ledger.load(conn, directory, [])
-        verdicts = [*checks.check(conn), *evidence.check(conn), sampler.verdict()]
+        verdicts = [*checks.check(conn), *evidence.check(conn), *sampler.verdicts()]
         found = check_storage(conn, Schema()).findings
         shown = [f"{finding.where or 'storage'}: {finding.text}" for finding in found]
         verdicts.append(checks.Verdict("found by `awa storage check`", len(found), shown[: checks.SHOWN]))

@@ -1,5 +1,7 @@
 """Counts open attempts several times a second, each time in one snapshot, and compares them with what was allowed.
 
+Now and then it has the whole storage checked: at no moment may anything be found.
+
 An attempt that began before its limit was lowered may go on. So more may be open than the limit says, but never more
 than were open a moment ago.
 """
@@ -7,15 +9,21 @@ than were open a moment ago.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import psycopg
 
+from awa.storage.check import check_storage
+from awa.storage.schema import Schema
 from tests.chaos.checks import SHOWN, Verdict
 
 EVERY = 0.15
 """Seconds between two samples."""
+
+CHECKED_EVERY = 2.0
+"""Seconds between two checks of the storage."""
 
 OPEN = """
     WITH said AS (
@@ -66,6 +74,7 @@ class Sampler:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
         self._shown: list[str] = []
+        self._findings: list[str] = []
         self.samples = 0
         """How many were taken."""
         self.violations = 0
@@ -82,22 +91,31 @@ class Sampler:
         self._stop.set()
         self._thread.join(10.0)
 
-    def verdict(self) -> Verdict:
+    def verdicts(self) -> list[Verdict]:
         """What was found, once it has ended."""
         if self.error is not None:
             raise self.error
-        return Verdict("more open than allowed, in a sample", self.violations, self._shown)
+        return [
+            Verdict("more open than allowed, in a sample", self.violations, self._shown),
+            Verdict("found by `awa storage check`, meanwhile", len(self._findings), self._findings[:SHOWN]),
+        ]
 
     def _run(self) -> None:
         ceilings = Ceilings()
         try:
             with psycopg.connect(self._database, autocommit=True, application_name="chaos") as conn:
+                checks_at = time.monotonic()
                 while not self._stop.wait(EVERY):
+                    if time.monotonic() > checks_at:
+                        checks_at = time.monotonic() + CHECKED_EVERY
+                        self._findings += (
+                            f"{f.where}: {f.text} {f.sample}" for f in check_storage(conn, Schema()).findings
+                        )
                     sample: list[Sample] = conn.execute(OPEN).fetchall()
                     self.samples += 1
                     self.most_open = max(self.most_open, sum(row[4] for row in sample if row[1] == "queue"))
-                    found = list(ceilings.look(sample))
-                    self.violations += len(found)
-                    self._shown += found[: SHOWN - len(self._shown)]
+                    said = list(ceilings.look(sample))
+                    self.violations += len(said)
+                    self._shown += said[: SHOWN - len(self._shown)]
         except BaseException as error:
             self.error = error
