@@ -1,8 +1,8 @@
 """What the ledger says of limits, order and pauses when everything has ended.
 
 Two witnesses say what ran at once: the database's rows, from claim to end, and the handlers, from their first line to
-their last, or to the moment when their runtime was fenced: what a runtime does that was taken for dead counts no more, nor
-what a handler does after a transaction in which it has completed its own attempt.
+their last. What a runtime does that was taken for dead counts no more from its fence on, nor what a handler does after
+a transaction in which it has completed its own attempt.
 """
 
 from __future__ import annotations
