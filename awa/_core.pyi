@@ -112,6 +112,8 @@ class Flush:
     count: Final[int]
     is_doubtful: Final[bool]
     arrays: Final[tuple[bytes, ...]]
+    @property
+    def queues(self) -> set[str]: ...
 
 @final
 class Outcomes:
@@ -126,6 +128,7 @@ class Outcomes:
     def open_claims(self) -> list[int]: ...
     def received_since(self, claim_id: int) -> list[int]: ...
     def unfinished(self, queue: str) -> int: ...
+    def time_spent(self, queue: str) -> tuple[float, int]: ...
     def add(
         self,
         attempt: Attempt,

@@ -475,6 +475,8 @@ cdef class Batch:
     cdef readonly int size
     cdef readonly int open
     cdef readonly int unfinished
+    cdef double spent        # seconds that handlers of its members ran, of those that have ended, ...
+    cdef int ran             # ... so many of them
     cdef bytes ids
     cdef bytes entry_ids
     cdef bytes attempts
@@ -767,6 +769,13 @@ cdef class Flush:
     cdef list members
     cdef list singles
 
+    @property
+    def queues(self):
+        """The queues of its attempts."""
+        found = {(<Batch> member[0]).queue for member in self.members}
+        found.update([(<Attempt> item[0]).batch.queue for item in self.singles])
+        return found
+
     def __repr__(self):
         return f"<Flush {self.number} of {self.count}>"
 
@@ -783,9 +792,12 @@ cdef class Outcomes:
     cdef list others
     cdef list doubtful
     cdef dict open_batches
+    cdef dict spent          # queue -> [seconds, attempts] of closed batches
     cdef set received
 
     def __cinit__(self):
+        self.spent = {}
+        self.open_batches = {}
         self.clear()
 
     def clear(self):
@@ -796,6 +808,8 @@ cdef class Outcomes:
         self.dirty = []
         self.others = []
         self.doubtful = []
+        for batch in self.open_batches.values():
+            self._note_spent(<Batch> batch)
         self.open_batches = {}
         self.received = set()
 
@@ -826,6 +840,27 @@ cdef class Outcomes:
             if (<Batch> batch).queue == queue:
                 found += (<Batch> batch).unfinished
         return found
+
+    def time_spent(self, str queue not None):
+        """Seconds that handlers of *queue* have run, and how many attempts that was; of those that have ended."""
+        cdef double seconds = 0.0
+        cdef int64_t count = 0
+        closed = self.spent.get(queue)
+        if closed is not None:
+            seconds, count = closed
+        for batch in self.open_batches.values():
+            if (<Batch> batch).queue == queue:
+                seconds += (<Batch> batch).spent
+                count += (<Batch> batch).ran
+        return seconds, count
+
+    cdef _note_spent(self, Batch batch):
+        cdef double seconds = 0.0
+        cdef int64_t count = 0
+        closed = self.spent.get(batch.queue)
+        if closed is not None:
+            seconds, count = closed
+        self.spent[batch.queue] = (seconds + batch.spent, count + batch.ran)
 
     cdef inline void _noted(self, double at):
         if self.count == 0:
@@ -930,10 +965,10 @@ cdef class Outcomes:
         for item in flush.singles:
             self._close((<Attempt> item[0]).batch, 1)
 
-    cdef void _close(self, Batch batch, int count):
+    cdef _close(self, Batch batch, int count):
         batch.open -= count
-        if batch.open <= 0:
-            self.open_batches.pop(batch.claim_id, None)
+        if batch.open <= 0 and self.open_batches.pop(batch.claim_id, None) is not None:
+            self._note_spent(batch)
 
 
 # --- the loop that calls handlers -------------------------------------------------------------------------------------
@@ -1111,7 +1146,7 @@ cdef class Crew:
                 attempt.batch.unfinished -= 1
                 self.running[index] = None
                 self.abandoned.append(attempt)
-                self._note_time(_now() - attempt.started)
+                self._note_time(attempt.batch, _now() - attempt.started)
                 return index
         return None
 
@@ -1121,7 +1156,9 @@ cdef class Crew:
         self._after_an_end()
         self.work(index)
 
-    cdef void _note_time(self, double seconds):
+    cdef void _note_time(self, Batch batch, double seconds):
+        batch.spent += seconds
+        batch.ran += 1
         if self.mean_seconds < 0:
             self.mean_seconds = seconds
         else:
@@ -1161,7 +1198,7 @@ cdef class Crew:
             return False
         attempt.batch.unfinished -= 1
         self.running[index] = None
-        self._note_time(seconds)
+        self._note_time(attempt.batch, seconds)
         if error is None and not attempt.was_completed and not attempt.is_cancelled and handler.dump_result is None \
                 and (result is None or not issubclass(type(result), self.chosen)):
             self.outcomes.succeeded(attempt, _milliseconds(seconds), attempt.started + seconds)

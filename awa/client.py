@@ -15,6 +15,7 @@ from awa.errors import ConfigError, JobFailed, ResultNotKept
 from awa.insert import Defaults, Inserted, Options, Parents, Producer, override
 from awa.job import JobId, JobState, as_seconds
 from awa.lent import AsyncLent, Lent
+from awa.limits import Limits, RateLimit
 from awa.registry import Registry, Task, TaskOptions, check_hook
 from awa.retry import RetryPolicy
 from awa.storage import control, jobs
@@ -170,6 +171,32 @@ class Client:
             return task
 
         return declare
+
+    def queue(
+        self,
+        name: str,
+        *,
+        max_running: int | None = None,
+        rate_limit: RateLimit | None = None,
+        max_running_per_key: int | None = None,
+    ) -> None:
+        """Declare the limits of a queue, which hold for all workers together.
+
+        A worker stores the declarations as it starts, so the worker that starts last decides. What an operator sets
+        (``client.admin.set_limits``) goes before them. Without limits: the queue has none.
+
+        Args:
+            name: The queue.
+            max_running: Most attempts of it that are open at once.
+            rate_limit: How many of its attempts may start in a time.
+            max_running_per_key: Most attempts at once of jobs with the same ``concurrency_key``.
+
+        Raises:
+            ConfigError: One of them cannot work, or something else was declared about the queue before.
+        """
+        said = {"max_running": max_running, "rate_limit": rate_limit, "max_running_per_key": max_running_per_key}
+        limits = options.declared(lambda given: Limits(**given), said)
+        self.registry.add_queue(options.declared(options.check_queue, name), limits)
 
     def on_worker_start(self, hook: H) -> H:
         """Have every worker call *hook* before its first claim; what it raises keeps the worker from starting.
@@ -407,6 +434,7 @@ class Client:
         queues: Iterable[str] | str | None = None,
         threads: int | None = None,
         poll_interval: float | timedelta | None = None,
+        priority_aging: float | timedelta | None = None,
         heartbeat: float | timedelta | None = None,
         stale_after: float | timedelta | None = None,
         timeout: float | timedelta | None = None,
@@ -422,10 +450,11 @@ class Client:
         """A worker for the tasks declared so far; a context manager, or call its ``start`` and ``stop``.
 
         Args:
-            queues: ``NAME`` or ``NAME:MAX_WORKERS``; None: AWA_QUEUES, or ``default``.
+            queues: ``NAME``, ``NAME:MAX``, or ``NAME:min=N,weight=N,max=N`` with any of the three; None: AWA_QUEUES, or
+                ``default``.
             threads: Handlers that run at once; None: AWA_THREADS, or 10.
-            poll_interval, heartbeat, stale_after, timeout, shutdown_timeout, completed_retention, failed_retention,
-                dead_retention, rotate_after: Seconds; see :class:`awa.config.Settings`.
+            poll_interval, priority_aging, heartbeat, stale_after, timeout, shutdown_timeout, completed_retention,
+                failed_retention, dead_retention, rotate_after: Seconds; see :class:`awa.config.Settings`.
             listen_url: The database's address past a transaction pooler; None: AWA_LISTEN_URL, or none.
             health_addr: Where it answers ``/healthz`` and ``/readyz``, ``HOST:PORT`` or ``:PORT``; None:
                 AWA_HEALTH_ADDR, or nowhere.
@@ -440,6 +469,7 @@ class Client:
             "queues": queues,
             "threads": threads,
             "poll_interval": poll_interval,
+            "priority_aging": priority_aging,
             "heartbeat": heartbeat,
             "stale_after": stale_after,
             "timeout": timeout,

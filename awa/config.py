@@ -23,6 +23,9 @@ from awa.options import LONGEST_TIMEOUT, MAX_NAME, check_queue
 SCHEMA_BYTES = 63
 """Most bytes of a schema's name: what PostgreSQL keeps of an identifier."""
 
+MOST_WEIGHT = 1000
+"""Largest weight of a queue in a worker."""
+
 LONGEST_RETENTION = 3650 * 86_400.0
 """Most seconds that ended jobs are kept: ten years."""
 
@@ -35,9 +38,16 @@ class QueueSpec:
     """The queue's name."""
     max_workers: int | None = None
     """Most threads of one process that may run its jobs at once; ``None`` for all of them."""
+    min_workers: int = 0
+    """Threads of each process that are kept for its jobs: no other queue's ever run there."""
+    weight: int = 1
+    """Its share of the threads that no queue keeps, beside those of the other queues that have work."""
 
     def __str__(self) -> str:
-        return self.name if self.max_workers is None else f"{self.name}:{self.max_workers}"
+        if not self.min_workers and self.weight == 1:
+            return self.name if self.max_workers is None else f"{self.name}:{self.max_workers}"
+        options = {"min": self.min_workers or None, "weight": self.weight, "max": self.max_workers}
+        return f"{self.name}:" + ",".join(f"{name}={number}" for name, number in options.items() if number is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +62,8 @@ class Settings:
     """The queues that a worker serves."""
     poll_interval: float = 1.0
     """Longest wait for work in seconds when no wake-up comes."""
+    priority_aging: float = 60.0
+    """Seconds of waiting that count like one level of priority; 0: priority alone decides."""
     heartbeat: float = 5.0
     """Seconds between a worker's signs of life."""
     stale_after: float = 30.0
@@ -176,28 +188,71 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+_QUEUES = "queues as NAME, NAME:MAX, or NAME:min=N,weight=N,max=N with one or more of the three"
+
+
 def _queue_spec(value: object) -> QueueSpec:
     if isinstance(value, QueueSpec):
-        name, limit = value.name, value.max_workers
+        spec = value
     elif isinstance(value, str):
-        found = re.fullmatch(r"(.*):([0-9]{1,9})", value, re.DOTALL)
-        name, limit = (found[1], int(found[2])) if found else (value, None)
+        spec = _read_queue_spec(value)
     else:
-        raise _Refused("queues as NAME or NAME:MAX_WORKERS")
+        raise _Refused(_QUEUES)
     try:
-        name = check_queue(name)
+        name = check_queue(spec.name)
     except ValidationError:
         raise _Refused(f"queue names of 1 to {MAX_NAME} characters without NUL and lone surrogates") from None
-    if limit is not None and (type(limit) is not int or limit < 1):
+    most, least, weight = spec.max_workers, spec.min_workers, spec.weight
+    if most is not None and (type(most) is not int or most < 1):
         raise _Refused("at least one worker for a queue, as in NAME:1")
-    return QueueSpec(name, limit)
+    if type(least) is not int or least < 0 or (most is not None and least > most):
+        raise _Refused("as min a whole number of threads, no more than max, as in NAME:min=1,max=2")
+    if type(weight) is not int or not 1 <= weight <= MOST_WEIGHT:
+        raise _Refused(f"as weight a whole number from 1 to {MOST_WEIGHT}, as in NAME:weight=3")
+    return QueueSpec(name, most, least, weight)
+
+
+def _read_queue_spec(text: str) -> QueueSpec:
+    if found := re.fullmatch(r"(.*):([0-9]{1,9})", text, re.DOTALL):
+        return QueueSpec(found[1], int(found[2]))
+    tail = _options_of(text)
+    if tail is None:
+        return QueueSpec(text)
+    options: dict[str, int] = {}
+    for part in tail.split(","):
+        one = re.fullmatch(r"[ \t]*(min|weight|max)[ \t]*=[ \t]*([0-9]{1,9})[ \t]*", part)
+        if one is None or one[1] in options:
+            raise _Refused(f"{_QUEUES}, each once and as a whole number")
+        options[one[1]] = int(one[2])
+    name = text[: -len(tail) - 1]
+    return QueueSpec(name, options.get("max"), options.get("min", 0), options.get("weight", 1))
+
+
+def _options_of(text: str) -> str | None:
+    """What stands behind the last colon, if it begins like an option."""
+    _, colon, tail = text.rpartition(":")
+    return tail if colon and re.match(r"[ \t]*\w+[ \t]*=", tail) else None
+
+
+def _split_queues(text: str) -> list[str]:
+    """The queues of a text with commas: what looks like an option belongs to the queue before it, if that has some."""
+    found: list[str] = []
+    for part in (part.strip() for part in text.split(",")):
+        looks_like_one = re.fullmatch(r"(\w+)[ \t]*=[^:]*", part)
+        if looks_like_one and found and _options_of(found[-1]) is not None:
+            found[-1] += f",{part}"
+        elif looks_like_one and looks_like_one[1] in ("min", "weight", "max"):
+            raise _Refused(f"{_QUEUES}: a colon stands between a name and its options")
+        elif part:
+            found.append(part)
+    return found
 
 
 def _queue_specs(value: object) -> tuple[QueueSpec, ...]:
     if isinstance(value, str):
-        value = [part.strip() for part in value.split(",") if part.strip()]
+        value = _split_queues(value)
     if isinstance(value, QueueSpec) or not isinstance(value, Iterable):
-        raise _Refused("a list of queues, each NAME or NAME:MAX_WORKERS")
+        raise _Refused(f"a list of {_QUEUES}")
     specs = tuple(_queue_spec(item) for item in value)
     if not specs:
         raise _Refused("at least one queue")
@@ -206,11 +261,33 @@ def _queue_specs(value: object) -> tuple[QueueSpec, ...]:
     return specs
 
 
+def _check_pool(threads: int, queues: tuple[QueueSpec, ...], sources: Mapping[str, str]) -> None:
+    kept = sum(spec.min_workers for spec in queues)
+    shown = ", ".join(str(spec) for spec in queues)
+    said = f"threads is {threads} (from {sources['threads']}) and queues is {shown} (from {sources['queues']})"
+    if kept > threads:
+        raise ConfigError(f"{said}: their min is {kept} together: give as many threads, or a smaller min")
+    left_out = [spec.name for spec in queues if not spec.min_workers]
+    if left_out and kept == threads:
+        raise ConfigError(
+            f"{said}: every thread is kept for a queue with min, and none is left for {', '.join(left_out)}:"
+            " give more threads, or a smaller min"
+        )
+
+
+def _aging(value: object) -> float:
+    seconds = _seconds(0, 86_400)(value)
+    if 0 < seconds < 1:
+        raise _Refused("seconds as a number from 1 to 86400, or 0 for no aging")
+    return seconds
+
+
 _PARSERS: Mapping[str, Callable[[object], Any]] = {
     "threads": _whole_number(1, 1000),
     "processes": _whole_number(1, 1000),
     "queues": _queue_specs,
     "poll_interval": _seconds(0.01, 3600),
+    "priority_aging": _aging,
     "heartbeat": _seconds(0.05, 3600),
     "stale_after": _seconds(0.15, 86400),
     "timeout": _seconds(0, LONGEST_TIMEOUT),
@@ -250,8 +327,9 @@ def load_settings(
 
     Args:
         arguments: What code says, by the names of :class:`Settings`; ``None`` as a value means not given. Queues are
-            a list of ``NAME`` or ``NAME:MAX_WORKERS`` (the last colon before digits counts), or one text of them
-            with commas; durations are seconds or ``timedelta``.
+            a list of ``NAME``, ``NAME:MAX`` (the last colon before digits counts) or ``NAME:min=N,weight=N,max=N`` with
+            any of the three (the last colon before them), or one text of them with commas; durations are seconds or
+            ``timedelta``.
         flags: What the command line says, likewise.
         config: What the application's own configuration says, likewise.
         environ: The environment, ``os.environ`` when not given. ``AWA_<SETTING>`` set to nothing counts as not set.
@@ -288,6 +366,7 @@ def load_settings(
             f" {settings.heartbeat:g} s (from {sources['heartbeat']}): give a stale_after of at least three heartbeats,"
             f" {3 * settings.heartbeat:g} s, so that one late heartbeat does not end a healthy worker"
         )
+    _check_pool(settings.threads, settings.queues, sources)
     return settings
 
 

@@ -28,10 +28,19 @@ CLIENTS_OWN = {"schema", "notify", "pooler", "max_args_bytes"}
 _OPTIONS = (
     click.option("--database", metavar="URL", help="PostgreSQL connection string or URL."),
     click.option("--schema", metavar="NAME", help="The schema of awa's tables."),
-    click.option("--queue", "queues", metavar="NAME[:MAX]", multiple=True, help="A queue to serve; repeatable."),
+    click.option(
+        "--queue",
+        "queues",
+        metavar="NAME[:MAX]",
+        multiple=True,
+        help="A queue to serve, or NAME:min=N,weight=N,max=N; repeatable.",
+    ),
     click.option("--threads", metavar="N", help="Handlers that run at once."),
     click.option("--processes", metavar="P", help="Worker processes that run side by side, each with its threads."),
     click.option("--poll-interval", metavar="SECONDS", help="Longest wait when no wake-up comes."),
+    click.option(
+        "--priority-aging", metavar="SECONDS", help="Waiting that counts like one level of priority; 0: none."
+    ),
     click.option("--heartbeat", metavar="SECONDS", help="Between signs of life."),
     click.option("--stale-after", metavar="SECONDS", help="Silence after which a worker is taken for dead."),
     click.option("--timeout", metavar="SECONDS", help="Most that an attempt may take; 0 for no limit."),

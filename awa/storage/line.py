@@ -33,7 +33,7 @@ SETTLE = """
 CLAIM = """
     SELECT flags, claim_id, slot, nonce, priority, ids, entry_ids, attempts, max_attempts, kinds, lens, args,
            created_at, details
-      FROM awa.claim_v1($1::text, $2::bigint, $3::text[], $4::integer, $5::boolean)
+      FROM awa.claim_v2($1::text, $2::bigint, $3::text[], $4::integer, $5::boolean, $6::double precision)
 """
 
 FETCH_ARGS = """
@@ -56,7 +56,7 @@ def statements(schema: Schema) -> list[str]:
 HELP = "\x01"
 """Begins a notification that asks for help; the queue follows."""
 
-ARMED, BUSY, COME_AGAIN, ALONE = 1, 2, 4, 8
+ARMED, BUSY, COME_AGAIN, ALONE, PAUSED, FULL = 1, 2, 4, 8, 16, 32
 
 REPLY_TIMEOUT = 60.0
 """Seconds after which a server that does not answer counts as lost."""
@@ -97,6 +97,12 @@ class Claimed:
     """Nothing was started, yet the queue is not empty."""
     is_alone: bool = False
     """It brought one job, whose last attempt died with its process: run nothing beside it until it has survived."""
+    is_paused: bool = False
+    """The queue is paused; its bell was not taken."""
+    is_full: bool = False
+    """The queue's limits let nothing start now; its bell was not taken."""
+    ask_after: float | None = None
+    """Seconds after which its rate allows a start; None when nobody knows."""
     error: psycopg.Error | None = None
     """Why it failed; nothing was claimed then."""
 
@@ -128,6 +134,7 @@ class Line:
 
     Args:
         handlers: Kind -> handler; the claims name these kinds.
+        priority_aging: Seconds of waiting that count like a level of priority; 0 for none.
         patience: Gives the seconds after which a server that does not answer counts as lost; asked while waiting.
 
     Raises:
@@ -141,10 +148,12 @@ class Line:
         schema: Schema,
         handlers: Mapping[str, Handler],
         *,
+        priority_aging: float = 60.0,
         patience: Callable[[], float] = reply_timeout,
     ) -> None:
         self._handlers = {kind.encode(): handler for kind, handler in handlers.items()}
         self._kinds = text_array(sorted(handlers))
+        self._aging = struct.pack(">d", priority_aging)
         self._schema = schema
         self._conninfo = conninfo
         self._patience = patience
@@ -195,10 +204,8 @@ class Line:
         for flush in flushes:
             self._send(b"settle", [number, struct.pack(">q", flush.number), *flush.arrays])
         for want in wanted:
-            self._send(
-                b"claim",
-                [want.queue.encode(), number, self._kinds, struct.pack(">i", want.limit), struct.pack(">?", want.arm)],
-            )
+            limit, arm = struct.pack(">i", want.limit), struct.pack(">?", want.arm)
+            self._send(b"claim", [want.queue.encode(), number, self._kinds, limit, arm, self._aging])
         self._flush_out()
         reply = Reply()
         for flush in flushes:
@@ -231,6 +238,9 @@ class Line:
                     claimed.is_busy = bool(flags & BUSY)
                     claimed.come_again = bool(flags & COME_AGAIN)
                     claimed.is_alone = bool(flags & ALONE)
+                    claimed.is_paused = bool(flags & PAUSED)
+                    claimed.is_full = bool(flags & FULL)
+                    claimed.ask_after = None if row[3] is None else _int(row[3]) / 1000
                     continue
                 batch = decode_batch(row, runtime, want.queue, self._handlers)
                 claimed.batches.append(batch)
@@ -282,7 +292,11 @@ class Line:
         """Let somebody else answer for *queue*, and ask for it when this process cannot."""
         self._ask(b"unlock", [queue.encode()])
         if ask_for_help:
-            self._ask(b"help", [HELP.encode() + queue.encode()])
+            self.ask_for_help(queue)
+
+    def ask_for_help(self, queue: str) -> None:
+        """Have whoever serves *queue* and has a thread free claim from it now."""
+        self._ask(b"help", [HELP.encode() + queue.encode()])
 
     def notifications(self) -> list[str]:
         """The queues that were rung for since the last call, or HELP and a queue; does not wait."""

@@ -9,6 +9,8 @@ nobody waits and notifies nobody. States of one worker process:
               committed after it, each after a quarter of the time since
     unarmed   another process holds a bell, or bells are off: it polls, more and more slowly, and tries to arm
 
+A queue that is paused or full has no bell for that time, and is left out of all this; see :mod:`awa.worker.closed`.
+
 Disarming goes by the rate of arrivals: above 500 a second, a claim every 2 ms costs less than one per notification.
 But that rate is not to be believed while producers notify. NOTIFY takes a lock of the whole cluster until its commit
 is on disk, so however many the producers are, no more arrive than one per commit; with a slow disk or a distant standby
@@ -19,6 +21,7 @@ that is fewer than any threshold, and nobody would ever disarm. (Seen: 64 connec
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 FIRST_POLL = 0.002
 """Seconds from the last job, or from the arming, to the first poll."""
@@ -64,6 +67,8 @@ class Bell:
         self._probed_at = 0.0
         self.armed: set[str] = set()
         """Queues whose bell this process holds."""
+        self.closed: Collection[str] = ()
+        """Queues whose bell is not to be held: nothing of theirs can start now."""
         self.is_hot = False
         """Jobs arrive faster than notifications pay."""
 
@@ -104,8 +109,8 @@ class Bell:
 
     @property
     def is_armed(self) -> bool:
-        """Whether it holds the bells of all its queues."""
-        return len(self.armed) == len(self._queues)
+        """Whether it holds the bells of all its queues but the closed ones."""
+        return len(self.armed) + len(self.closed) >= len(self._queues)  # it holds no bell of a closed one
 
     def next_wait(self, now: float) -> tuple[float, bool]:
         """After a claim that found nothing: seconds to wait, and whether the next claim should try the bells."""

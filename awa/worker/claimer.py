@@ -9,7 +9,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import psycopg
 
@@ -22,8 +22,10 @@ from awa.storage.line import HELP, Line, Reply, Wanted, reply_timeout, statement
 from awa.storage.schema import Schema
 from awa.storage.trust import connect_trusted
 from awa.worker.bell import FIRST_POLL, PACE, Bell
+from awa.worker.closed import ClosedQueues
 from awa.worker.frozen import HeldQueues
 from awa.worker.service import PATIENCE, first_line
+from awa.worker.shares import Load, Shares
 from awa.worker.vitals import Vitals
 from awa.worker.wake import Wake
 
@@ -82,6 +84,7 @@ class Claimer:
         outcomes: Outcomes,
         threads: int,
         poll_interval: float,
+        priority_aging: float,
         notify: bool,
         identity: Callable[[], int],
         on_gone: Callable[[], None],
@@ -100,6 +103,11 @@ class Claimer:
         self._notify = notify
         self._bell = Bell(tuple(spec.name for spec in queues), poll_interval=poll_interval, use_bells=notify)
         self._poll_interval = poll_interval
+        self._priority_aging = priority_aging
+        self._closed = ClosedQueues(poll_interval)
+        self._bell.closed = self._closed.states
+        shares = Shares(threads, tuple(queues))
+        self._shares = None if shares.are_even else shares
         self._held = HeldQueues(conninfo, schema)
         self._line: Line | None = None
         self._is_in_doubt = False
@@ -111,7 +119,6 @@ class Claimer:
         self._not_before: dict[int, float] = {}  # number of a refused flush -> when to send it again
         self._failures = 0
         self.vitals = Vitals("claimer", patience=PATIENCE)
-        self._poll_interval = poll_interval
         self._last_claim = 0.0
         self._last_full = False
         self._wake = Wake()
@@ -239,7 +246,9 @@ class Claimer:
 
     def _record(self) -> bool:
         try:
-            self._exchange((), must_flush=True)
+            flushes = self._due(must_flush=True)
+            self._exchange(flushes, ())
+            self._call_for({queue for flush in flushes for queue in flush.queues})
         except RuntimeGone:
             self._forget()
         except StorageNotTrusted as error:
@@ -279,18 +288,25 @@ class Claimer:
         bell = self._bell
         arm = False
         asked: set[str] = set()  # queues, since the last rest
+        open_at = 0.0  # when to ask the open queues; those that are closed have times of their own
         while not self.is_stopping:
             if bell.is_hot and not self._last_full:
                 self._wake.sleep(self._last_claim + PACE - time.monotonic())
             self._held.end_frozen()
-            wanted = self._wanted(arm)
+            flushes = self._due()
+            if flushes and self._closed.has_full:
+                for flush in flushes:
+                    self._closed.ended(flush.queues)
+            asks_open = time.monotonic() >= open_at
+            wanted = self._wanted(arm, asked, asks_open=asks_open)
             self.vitals.begin()
-            reply = self._exchange(wanted)
+            reply = self._exchange(flushes, wanted)
             self.vitals.succeed(self._poll_interval)
             if wanted:
                 self.vitals.recover()
             now = self._last_claim = time.monotonic()
             attempts = self._isolated(reply)
+            self._leave_closed()
             bell.arrived(len(attempts), now)
             if attempts:
                 self._settle_bells(len(attempts))
@@ -298,23 +314,37 @@ class Claimer:
             if self.crew.unstarted > 0:
                 return []  # others have work; the token waits behind it
             asked.update(want.queue for want in wanted)
-            if wanted and any(spec.name not in asked and self._room(spec) > 0 for spec in self._queues):
+            if wanted and any(
+                spec.name not in asked and self._is_worth_asking(spec, now, asks_open) for spec in self._queues
+            ):
                 continue  # fewer free threads than queues: ask the others before resting
             asked.clear()
-            arm = False
+            if asks_open:
+                arm = False
             if any(claimed.come_again for claimed in reply.claims):
                 continue
             if any(claimed.is_busy for claimed in reply.claims):
                 pause = HELD_PAUSE if self._held.has_one_for_long else FIRST_POLL
                 self._rest(pause * random.uniform(0.5, 1.5))
                 continue
-            wait, arm = bell.next_wait(now)
+            if asks_open:
+                wait, arm = bell.next_wait(now)
+                open_at = now + wait
             if self._alone is not None:
                 # asleep till then, unless it ends before
-                wait, arm = max(self._alone.started + SURVIVES_AFTER - now, FIRST_POLL), False
-            if wait > 0 and not (bell.is_hot and self._outcomes.count):
-                self._rest(wait)
+                open_at, arm = max(self._alone.started + SURVIVES_AFTER, now + FIRST_POLL), False
+            until = open_at
+            if self._closed.states:
+                until = min(until, self._closed.next_at(spec.name for spec in self._queues if self._room(spec) > 0))
+            if (bell.is_hot and self._outcomes.count) or (until > now and self._rest(until - now)):
+                open_at = 0.0
         return []
+
+    def _is_worth_asking(self, spec: QueueSpec, now: float, asks_open: bool) -> bool:
+        states = self._closed.states
+        if states and not self._closed.may_ask(spec.name, now):
+            return False
+        return (asks_open or spec.name in states) and self._room(spec) > 0
 
     def _isolated(self, reply: Reply) -> list[Attempt]:
         """The attempts to start: all that came, or only one that may kill this process, and the others are released.
@@ -340,7 +370,7 @@ class Claimer:
             self._alone = None
         return self._alone is not None
 
-    def _wanted(self, arm: bool) -> list[Wanted]:
+    def _wanted(self, arm: bool, asked: Collection[str], *, asks_open: bool) -> list[Wanted]:
         if self._is_unsafe():
             return []
         crew = self.crew
@@ -349,22 +379,43 @@ class Claimer:
         if crew.mean_seconds >= 0:
             ahead = max(free, int(self._threads * WORK_AHEAD / max(crew.mean_seconds, 1e-6)))
         limit = min(MAX_BATCH, ahead) - crew.unstarted
-        chosen = [spec for spec in self._queues if self._room(spec) > 0][: max(limit, 0)]
-        if not chosen:
+        if limit <= 0:
             return []
+        if self._closed.states:
+            now = time.monotonic()
+            able = [spec for spec in self._queues if self._is_worth_asking(spec, now, asks_open)]
+        else:
+            able = [spec for spec in self._queues if asks_open and self._room(spec) > 0]
+        if self._shares is not None:
+            among = [spec.name for spec in able if spec.name not in asked]
+            parts = self._shares.divide(limit, among, self._loads())
+            chosen = [spec for spec in able if spec.name in parts]
+        else:
+            chosen = able[:limit]
+            parts = {spec.name: min(limit // len(chosen), self._room(spec)) for spec in chosen}
         for spec in chosen:  # each is first in its turn
             self._queues.remove(spec)
             self._queues.append(spec)
-        share = limit // len(chosen)
+        without = self._bell.armed, self._closed.states
         return [
-            Wanted(spec.name, min(share, self._room(spec)), arm and spec.name not in self._bell.armed)
+            Wanted(spec.name, parts[spec.name], arm and not any(spec.name in bells for bells in without))
             for spec in chosen
         ]
 
-    def _exchange(self, wanted: Sequence[Wanted], *, must_flush: bool = False) -> Reply:
-        """One round trip; the attempts that it claimed are open, and everything it settled is closed."""
-        line = self._connected()
-        runtime = self._identity()
+    def _loads(self) -> dict[str, Load]:
+        now = time.monotonic()
+        running: dict[str, list[float]] = {}
+        for attempt in self.crew.running:
+            if attempt is not None:
+                running.setdefault(attempt.batch.queue, []).append(now - attempt.started)
+        outcomes = self._outcomes
+        return {
+            name: Load(outcomes.unfinished(name), running.get(name, ()), *outcomes.time_spent(name))
+            for name in self._names
+        }
+
+    def _due(self, *, must_flush: bool = False) -> list[Flush]:
+        """The flushes to send now; what was noted becomes one when it has waited for long enough."""
         now = time.monotonic()
         outcomes = self._outcomes
         if outcomes.count and (
@@ -372,11 +423,19 @@ class Claimer:
             or self._bell.is_hot
             or now - outcomes.oldest >= FLUSH_AFTER
             or self.crew.mean_seconds > FLUSH_AFTER
+            or self._closed.has_full
         ):
-            self._pending += outcomes.take(runtime)
-        flushes = [flush for flush in self._pending if now >= self._not_before.get(flush.number, 0.0)]
+            self._pending += outcomes.take(self._identity())
+        return [flush for flush in self._pending if now >= self._not_before.get(flush.number, 0.0)]
+
+    def _exchange(self, flushes: Sequence[Flush], wanted: Sequence[Wanted]) -> Reply:
+        """One round trip; the attempts that it claimed are open, and everything it settled is closed."""
+        line = self._connected()
+        runtime = self._identity()
+        outcomes = self._outcomes
         if not flushes and not wanted:
             return Reply()
+        now = time.monotonic()
         opened: list[Attempt] = []
         self._is_claiming = bool(wanted)
         try:
@@ -405,6 +464,10 @@ class Claimer:
             len(claimed.attempts) >= want.limit for claimed, want in zip(reply.claims, wanted, strict=True)
         )
         self._held.saw(reply.claims)
+        for claimed in reply.claims:
+            self._closed.saw(claimed, now)
+            if self._shares is not None and not (claimed.is_busy or claimed.error is not None):
+                self._shares.came(claimed.queue, len(claimed.attempts))
         failed = [claimed for claimed in reply.claims if claimed.error is not None]
         for claimed in failed:
             claimed.is_busy = True
@@ -462,7 +525,13 @@ class Claimer:
             try:
                 if self._is_in_doubt:
                     self._resolve_doubt()
-                self._line = Line(self._conninfo, self._schema, self._handlers, patience=self._patience)
+                self._line = Line(
+                    self._conninfo,
+                    self._schema,
+                    self._handlers,
+                    priority_aging=self._priority_aging,
+                    patience=self._patience,
+                )
             except StorageNotTrusted as error:
                 self._untrusted = error
                 raise
@@ -512,61 +581,90 @@ class Claimer:
 
     def _settle_bells(self, count: int) -> None:
         """With work at hand: give up the bells of queues that pour in, or that no thread is left to answer for."""
-        bell, line = self._bell, self._line
-        if not bell.armed or line is None:
+        bell = self._bell
+        if not bell.armed or self._line is None:
             return
         mean = self.crew.mean_seconds
         is_saturated = (mean < 0 or mean > SLOW) and self.crew.busy() + count >= self._threads
         is_saturated |= self._alone is not None  # for as long as it may kill this process
         for spec in self._queues:
             needs_help = is_saturated or self._room(spec) <= 0
-            if spec.name in bell.armed and (bell.is_hot or needs_help):
-                try:
-                    line.give_up_bell(spec.name, ask_for_help=needs_help)
-                except Exception as error:
-                    # the attempts at hand are open and must be run, whatever became of the connection
-                    log.warning("giving a bell up failed: %s", first_line(error))
-                    self._lose_line()
-                    return
-                bell.gave_up(spec.name)
+            is_better_left = spec.name in bell.armed and (bell.is_hot or needs_help)
+            if is_better_left and not self._give_up_bell(spec.name, ask_for_help=needs_help):
+                return
 
-    def _leave_bells(self) -> None:
-        """Nobody claims here any more: have others answer, though this connection stays for what is to be recorded."""
+    def _leave_closed(self) -> None:
+        """Give up the bells of queues that turned out to be closed: whoever inserts need wake nobody."""
+        for queue in self._bell.armed.intersection(self._closed.states):
+            self._give_up_bell(queue, ask_for_help=False)
+
+    def _call_for(self, queues: set[str]) -> None:
+        """Attempts of *queues* were recorded, and this process claims no more: have others look what may start."""
+        for queue in sorted(self._closed.were_full(queues)):
+            if self._line is None or not self._bell.use_bells:
+                return
+            try:
+                self._line.ask_for_help(queue)
+            except Exception as error:
+                log.warning("asking others to claim from %s failed: %s", queue, first_line(error))
+                self._lose_line()
+
+    def _give_up_bell(self, queue: str, *, ask_for_help: bool) -> bool:
+        """Whether it went well. If not, what is at hand is open and must be run, whatever became of the connection."""
         if self._line is None:
-            return
+            return False
         try:
-            for queue in sorted(self._bell.armed):
-                self._line.give_up_bell(queue, ask_for_help=True)
-                self._bell.gave_up(queue)
+            self._line.give_up_bell(queue, ask_for_help=ask_for_help)
         except Exception as error:
             log.warning("giving a bell up failed: %s", first_line(error))
             self._lose_line()
+            return False
+        self._bell.gave_up(queue)
+        return True
+
+    def _leave_bells(self) -> None:
+        """Nobody claims here any more: have others answer, though this connection stays for what is to be recorded."""
+        for queue in sorted(self._bell.armed):
+            if not self._give_up_bell(queue, ask_for_help=True):
+                return
 
     def _room(self, spec: QueueSpec) -> int:
         """How many more attempts of a queue this process may have open."""
+        if self._shares is not None and self._shares.keep_threads:
+            return self._shares.room(self._loads())[spec.name]
         return MAX_BATCH if spec.max_workers is None else spec.max_workers - self._outcomes.unfinished(spec.name)
 
-    def _rest(self, seconds: float) -> None:
-        """Sleep until an insert rings, a thread has finished and its outcome is due, or the time has passed."""
+    def _rest(self, seconds: float) -> bool:
+        """Sleep until an insert rings, a thread has finished and its outcome is due, or the time has passed.
+
+        Returns:
+            Whether something happened before the time had passed.
+        """
         crew, outcomes, line = self.crew, self._outcomes, self._line
         until = min(time.monotonic() + seconds, *self._not_before.values(), math.inf)
         if line is None:
             self._wake.sleep(seconds)
-            return
+            return True
+        flush_after = 0.0 if self._closed.has_full else FLUSH_AFTER
+        has_happened = True
         while not self.is_stopping and not self._is_called:
             if outcomes.count:
-                until = min(until, outcomes.oldest + FLUSH_AFTER)
+                until = min(until, outcomes.oldest + flush_after)
             crew.is_asleep = True
-            if outcomes.count and outcomes.oldest + FLUSH_AFTER < until:
+            if outcomes.count and outcomes.oldest + flush_after < until:
                 crew.is_asleep = False
                 continue  # noted between the look and the sleep
             left = until - time.monotonic()
-            if left <= 0 or self._is_rung(line):
+            if left <= 0:
+                has_happened = bool(outcomes.count)
+                break
+            if self._is_rung(line):
                 break
             self._wake.sleep(left, line.fileno())
             if self._is_rung(line):
                 break
         crew.is_asleep = self._is_called = False
+        return has_happened
 
     def _is_rung(self, line: Line) -> bool:
         try:
@@ -574,7 +672,10 @@ class Claimer:
         except psycopg.OperationalError:
             self._lose_line()
             raise
-        if any(said.startswith(HELP) and said[len(HELP) :] in self._names for said in notified):
+        calls = {said[len(HELP) :] for said in notified if said.startswith(HELP)} & self._names
+        if calls:
+            for queue in calls:
+                self._closed.reopen(queue)
             self._bell.asked_to_help()
             return True
         return any(said in self._bell.armed for said in notified)

@@ -43,7 +43,15 @@ class Identity:
         Raises:
             StorageNotTrusted: The schema's rows belong to another cluster.
         """
-        queues = [{"name": spec.name, "max_workers": spec.max_workers} for spec in self._settings.queues]
+        queues = [
+            {
+                "name": spec.name,
+                "max_workers": spec.max_workers,
+                "min_workers": spec.min_workers,
+                "weight": spec.weight,
+            }
+            for spec in self._settings.queues
+        ]
         with self._lock, connect_trusted(self._conninfo, self._schema, name="registration") as connection:
             self._number = repeated(
                 lambda: runtimes.register(

@@ -35,6 +35,7 @@ from awa.storage.schema import Schema
 from awa.storage.trust import check_origin, check_same_server
 from awa.worker.attempt import Attempts
 from awa.worker.claimer import Claimer
+from awa.worker.declare import Declare
 from awa.worker.heartbeat import Heartbeat
 from awa.worker.identity import Identity
 from awa.worker.known import KnownClaims
@@ -220,7 +221,11 @@ class Worker:
             self._wrap(hook)()
         self._identity = Identity(self._conninfo, self._schema, settings, self._version, handlers)
         self._identity.register()
+        declare = Declare(self._conninfo, self._schema, self._registry.queues)
+        declare.step()  # before the first claim, so that no limit of a new queue is missed
         self._build(handlers)
+        if not declare.is_done:
+            self._services.append(declare)
         for service in self._services:
             service.start()
         for index in range(settings.threads):
@@ -261,6 +266,7 @@ class Worker:
             outcomes=self._outcomes,
             threads=settings.threads,
             poll_interval=settings.poll_interval,
+            priority_aging=settings.priority_aging,
             notify=settings.notify,
             identity=identity,
             on_gone=identity.register,

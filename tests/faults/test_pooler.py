@@ -452,7 +452,7 @@ def test_a_lost_connection_ends_nobody_elses_backend(
                 for turn, other in enumerate(others):
                     pids.add(count(other, "SELECT pg_backend_pid()"))  # beside it one server connection is left
                     claim_elsewhere(conn, other)
-                    loss = proxy.lose("answer", b"claim_v1")
+                    loss = proxy.lose("answer", b"claim_v2")
                     job = client.insert(work.bind())
                     loss.wait()
                     wait_until(lambda turn=turn: count(conn, COMPLETED) > turn, PATIENCE)

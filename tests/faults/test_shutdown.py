@@ -111,7 +111,7 @@ def test_a_claim_that_is_answered_late_is_released_at_once(
     def work(n: int) -> None:
         ran.append(n)
 
-    late.shut("claim_v1")
+    late.shut("claim_v2")
     jobs = client.insert_many([work.bind(n) for n in range(6)])
     worker = client.worker(threads=3, shutdown_timeout=20)
     worker.start()

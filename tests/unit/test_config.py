@@ -56,6 +56,8 @@ def test_none_and_an_empty_variable_count_as_not_given() -> None:
         ("threads", " 12 ", 12),
         ("queues", "email:4, default", (QueueSpec("email", 4), QueueSpec("default"))),
         ("poll_interval", "0.2", 0.2),
+        ("priority_aging", "0", 0.0),
+        ("priority_aging", "90", 90.0),
         ("heartbeat", "2", 2.0),
         ("stale_after", "45", 45.0),
         ("timeout", "0", 0.0),
@@ -111,7 +113,9 @@ def test_arguments_may_be_values_of_their_own_type() -> None:
         ("log_level", 10, "one of debug, info, warning, error"),
         ("queues", [], "at least one queue"),
         ("queues", 5, "a list of queues"),
-        ("queues", [5], "NAME or NAME:MAX_WORKERS"),
+        ("priority_aging", -1, "seconds as a number from 0 to 86400"),
+        ("priority_aging", 0.5, "from 1 to 86400, or 0 for no aging"),
+        ("queues", [5], "NAME:min=N,weight=N,max=N"),
         ("queues", ["a", "a:2"], "each queue once"),
         ("queues", ["a:0"], "at least one worker"),
         ("queues", [":4"], "queue names of 1 to 200 characters"),
@@ -121,6 +125,22 @@ def test_arguments_may_be_values_of_their_own_type() -> None:
         ("queues", [QueueSpec("")], "queue names of 1 to 200 characters"),
         ("queues", [QueueSpec(5)], "queue names of 1 to 200 characters"),  # type: ignore[arg-type]
         ("queues", [QueueSpec("a", "2")], "at least one worker"),  # type: ignore[arg-type]
+        ("queues", [QueueSpec("a", 1, 2)], "no more than max"),
+        ("queues", [QueueSpec("a", None, True)], "as min a whole number"),
+        ("queues", [QueueSpec("a", None, 0, 1.5)], "as weight a whole number"),  # type: ignore[arg-type]
+        ("queues", ["a:max=0"], "at least one worker"),
+        ("queues", ["a:min=3,max=2"], "no more than max"),
+        ("queues", ["a:weight=0"], "from 1 to 1000"),
+        ("queues", ["a:weight=1001"], "from 1 to 1000"),
+        ("queues", ["a:min=2,min=2"], "each once"),
+        ("queues", ["a:min=-1"], "each once and as a whole number"),
+        ("queues", ["a:wieght=2"], "NAME:min=N,weight=N,max=N"),
+        ("queues", ["a:min=1,wieght=2"], "NAME:min=N,weight=N,max=N"),
+        ("queues", ["a:min=1,2"], "NAME:min=N,weight=N,max=N"),
+        ("queues", "a:min=1,wieght=2", "NAME:min=N,weight=N,max=N"),
+        ("queues", "a,min=2", "a colon stands between a name and its options"),
+        ("queues", "min=2", "a colon stands between a name and its options"),
+        ("queues", "a:4,weight=2", "a colon stands between a name and its options"),
     ],
 )
 def test_a_refusal_names_setting_value_source_and_what_is_accepted(name: str, value: object, accepted: str) -> None:
@@ -173,6 +193,45 @@ def test_stale_after_needs_three_heartbeats() -> None:
 def test_the_last_colon_before_digits_separates_the_limit(text: str, spec: QueueSpec) -> None:
     assert load_settings({"queues": [text]}, environ={}).queues == (spec,)
     assert load_settings({"queues": [str(spec)]}, environ={}).queues == (spec,)
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("a:min=2", QueueSpec("a", min_workers=2)),
+        ("a:max=8,weight=3,min=2", QueueSpec("a", 8, 2, 3)),
+        ("a:min = 2 , max = 3", QueueSpec("a", 3, 2)),
+        ("a:b:weight=3", QueueSpec("a:b", weight=3)),
+        ("a:min=1:max=2", QueueSpec("a:min=1", 2)),
+        ("a=b", QueueSpec("a=b")),
+        ("min=2", QueueSpec("min=2")),
+        ("http://a/?b=c", QueueSpec("http://a/?b=c")),
+    ],
+)
+def test_the_options_of_a_queue_stand_behind_its_last_colon(text: str, spec: QueueSpec) -> None:
+    assert load_settings({"queues": [text]}, environ={}).queues == (spec,)
+    if ":min" not in spec.name:
+        assert load_settings({"queues": [str(spec)]}, environ={}).queues == (spec,)
+
+
+def test_options_in_a_text_of_queues_belong_to_the_one_before_them() -> None:
+    settings = load_settings(environ={"AWA_QUEUES": "a:min=2, weight=3,b ,c:4, d:weight=2,max=5,k=v:1"})
+    assert settings.queues == (
+        QueueSpec("a", None, 2, 3),
+        QueueSpec("b"),
+        QueueSpec("c", 4),
+        QueueSpec("d", 5, 0, 2),
+        QueueSpec("k=v", 1),
+    )
+
+
+def test_a_pool_without_the_threads_that_it_promises_is_refused() -> None:
+    assert load_settings({"threads": 5, "queues": ["a:min=2", "b:min=3"]}, environ={}).threads == 5
+    message = refused(load_settings, {"queues": ["a:min=2", "b:min=3"]}, environ={"AWA_THREADS": "4"})
+    assert "threads is 4 (from AWA_THREADS)" in message
+    assert "a:min=2,weight=1, b:min=3,weight=1 (from argument): their min is 5 together" in message
+    message = refused(load_settings, {"threads": 2, "queues": ["a:min=2", "b", "c:1"]}, environ={})
+    assert "none is left for b, c" in message
 
 
 @pytest.mark.parametrize("name", ["awa", "a", "Jobs 2", "my-app_queue", "pg", "půl", "x" * 63, "1st"])

@@ -269,7 +269,7 @@ def test_a_queue_at_its_limit_calls_for_help(
 def test_the_bell_of_a_queue_is_heard_though_another_cannot_be_claimed_from(
     client: awa.Client, start_worker: StartWorker, conn: Conn, work: Any, slow: Slow, no_polls: None, late: Gate
 ) -> None:
-    late.fail_once("claim_v1", "p_bell AND p_queue = 'bad'")
+    late.fail_once("claim_v2", "p_bell AND p_queue = 'bad'")
     start_worker(client, threads=2, queues=["good", "bad"], poll_interval=30)
     wait_until(lambda: late.has_failed)
     wait_for_bells(conn, "good")

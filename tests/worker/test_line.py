@@ -60,7 +60,7 @@ def claimed(on: Line, runtime: int, limit: int) -> list[Attempt]:
     return claim.attempts
 
 
-@pytest.mark.parametrize("what", ["settle_v1", "claim_v1"])
+@pytest.mark.parametrize("what", ["settle_v1", "claim_v2"])
 def test_an_answer_that_does_not_come_in_time_costs_the_line(
     client: awa.Client,
     conn: Conn,
@@ -83,7 +83,7 @@ def test_an_answer_that_does_not_come_in_time_costs_the_line(
     late.shut(what)
     # an error of the flush or of the claim would say that nothing happened, and the next answer would be this one's
     with pytest.raises(psycopg.OperationalError, match="has not answered"):
-        talking.exchange(runtime, flushes, [Wanted("default", 1)] if what == "claim_v1" else [])
+        talking.exchange(runtime, flushes, [Wanted("default", 1)] if what == "claim_v2" else [])
     talking.close()
     late.open()
     again = open_line()
@@ -96,7 +96,7 @@ def test_an_answer_that_does_not_come_in_time_costs_the_line(
     assert count(conn, "SELECT count(*) FROM awa.waiting_jobs") == 2
 
 
-@pytest.mark.parametrize("what", ["settle_v1", "claim_v1"])
+@pytest.mark.parametrize("what", ["settle_v1", "claim_v2"])
 def test_late_answers_lose_nothing_and_record_nothing_twice(
     client: awa.Client,
     start_worker: StartWorker,

@@ -87,7 +87,7 @@ def lose_a_claim(
     client: awa.Client, conn: Conn, work: Any, late: Gate, caplog: pytest.LogCaptureFixture, **settings: Any
 ) -> tuple[Worker, awa.Inserted]:
     """A worker that knows nothing of its claim, whose transaction goes on, and the job that was claimed."""
-    late.shut("claim_v1")
+    late.shut("claim_v2")
     job = client.insert(work.bind())
     worker = client.worker(threads=1, poll_interval=30, **settings)
     worker.start()

@@ -1,0 +1,60 @@
+"""Storing what code declares about queues, once for each start of a worker.
+
+It is done before the first claim. A queue whose claims are in the way for a second is left to a thread, so that the
+start does not wait for it, and the thread tries until it has succeeded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from awa.errors import QueueBusy
+from awa.limits import Limits
+from awa.storage.connection import connect
+from awa.storage.queue_control import declare_queue
+from awa.storage.schema import Schema
+from awa.worker.service import Service
+
+log = logging.getLogger("awa.worker")
+
+AGAIN = 1.0
+"""Seconds until the next try."""
+
+DONE = 3600.0
+"""Seconds between rounds that have nothing to do."""
+
+
+class Declare(Service):
+    """Stores the declarations of a client's queues, whichever of them this worker serves.
+
+    Args:
+        declared: By queue.
+    """
+
+    def __init__(self, conninfo: str, schema: Schema, declared: Mapping[str, Limits]) -> None:
+        super().__init__("declare")
+        self._conninfo = conninfo
+        self._schema = schema
+        self._left = dict(declared)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all of them are stored."""
+        return not self._left
+
+    def step(self) -> float:
+        """Store what is left."""
+        if self.is_done:
+            return DONE
+        with connect(self._conninfo, name="declare") as connection:
+            for queue, limits in list(self._left.items()):
+                try:
+                    is_news = declare_queue(connection, self._schema, queue, limits)
+                except QueueBusy as error:
+                    log.warning("what is declared of queue %s is not stored yet: %s", queue, error)
+                    continue
+                del self._left[queue]
+                if is_news:
+                    log.info("queue %s is declared with %s", queue, limits)
+        return DONE if self.is_done else AGAIN
