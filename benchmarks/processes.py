@@ -30,8 +30,14 @@ def clean_environment(**settings: str) -> dict[str, str]:
 class WorkerProcess:
     """``python -m awa.worker`` over the tasks of the benchmarks, between entering and :meth:`stop`."""
 
-    def __init__(self, plan: Plan, settings: Mapping[str, str] | None = None) -> None:
-        self._command = [sys.executable, "-m", "awa.worker", "benchmarks.scenarios.tasks:client"]
+    def __init__(
+        self,
+        plan: Plan,
+        settings: Mapping[str, str] | None = None,
+        *,
+        application: str = "benchmarks.scenarios.tasks:client",
+    ) -> None:
+        self._command = [sys.executable, "-m", "awa.worker", application]
         self._command += ["--threads", str(plan.threads), "--log-level", "warning", "--shutdown-timeout", "5"]
         self._environment = clean_environment(AWA_DATABASE_URL=plan.database, **(settings or {}))
         self._process: subprocess.Popen[bytes]

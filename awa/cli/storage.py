@@ -73,6 +73,7 @@ def check(context: click.Context, database: str | None, schema_name: str | None,
         facts["slots"] = [asdict(sums) for sums in report.sums]
         facts["findings"] = [asdict(finding) for finding in report.findings]
         facts["loose_keys"] = report.loose_keys
+        facts["over_limits"] = report.over_limits
         click.echo(json.dumps(facts))
     else:
         click.echo(_report_text(schema, report))
@@ -92,6 +93,8 @@ def _report_text(schema: Schema, report: Report) -> str:
         lines.append(f"{finding.name}{place}: {finding.text}{shown if finding.sample else ''}")
     if report.loose_keys:
         lines.append(f"{report.loose_keys} unique keys of jobs that have ended or are gone: the leader removes them")
+    if report.over_limits:
+        lines.append(f"{report.over_limits} more attempts run than limits allow now: they were lowered meanwhile")
     found = f"{len(report.findings)} findings" if report.findings else "all is well"
     lines.append(f"schema {schema.name}: {found}; read in {report.seconds:.1f} s")
     return "\n".join(lines)

@@ -13,6 +13,7 @@ from typing import Any
 from psycopg import Connection
 from psycopg.rows import class_row, scalar_row, tuple_row
 
+from awa.storage.holders import MISMATCHES, count_over_limits, find_mismatches
 from awa.storage.reach import find_unreachable, whole_storage
 from awa.storage.schema import Schema
 from awa.storage.trust import read_origin, rebase_command
@@ -67,6 +68,8 @@ class Report:
     """None, when all is well."""
     loose_keys: int = 0
     """Unique keys whose job has failed, was cancelled or is gone: nobody is kept out, and the leader removes them."""
+    over_limits: int = 0
+    """Running attempts beyond a limit of their queue or key: it was lowered while they ran, and they may end."""
     seconds: float = 0.0
     """How long it took."""
 
@@ -88,9 +91,10 @@ def check_storage(conn: Connection[Any], schema: Schema) -> Report:
         report.sums, found = _read_books(conn, schema)
         report.findings += [_uneven(sums) for sums in report.sums if not sums.is_even]
         report.findings += found
-        for check in (_check_reach, _check_sequences, _check_ring, _check_partitions):
+        for check in (_check_reach, _check_holders, _check_sequences, _check_ring, _check_partitions):
             report.findings += check(conn, schema)
         report.loose_keys = _count_loose_keys(conn, schema)
+        report.over_limits = count_over_limits(conn, schema)
     report.seconds = time.monotonic() - began
     return report
 
@@ -241,6 +245,12 @@ def _check_reach(conn: Connection[Any], schema: Schema) -> Iterator[Finding]:
     for found in find_unreachable(conn, schema):
         text = f"{found}: stop the workers and run `{rebase_command(schema)}`"
         yield Finding(found.what, f"queue {found.queue}", found.count, found.sample, text)
+
+
+def _check_holders(conn: Connection[Any], schema: Schema) -> Iterator[Finding]:
+    for found in find_mismatches(conn, schema):
+        text = f"{found.count} {MISMATCHES[found.name]} (numbers of jobs)"
+        yield Finding(found.name, f"queue {found.queue}", found.count, found.sample, text)
 
 
 # A sequence is read as it is now, and the rest as the snapshot shows it: it may only be further on. A checkpoint that

@@ -8,7 +8,21 @@ from types import MappingProxyType
 
 from benchmarks.compare import Medians
 from benchmarks.record import Plan, Result
-from benchmarks.scenarios import backlog, cloud, drain, fleet, inflight, insert, latency, producers, snapshot, soak
+from benchmarks.scenarios import (
+    backlog,
+    cloud,
+    deploy,
+    drain,
+    fleet,
+    inflight,
+    insert,
+    latency,
+    limits,
+    producers,
+    rate,
+    snapshot,
+    soak,
+)
 
 
 def _nothing(medians: Medians) -> Iterable[str]:
@@ -45,6 +59,9 @@ SCENARIOS: Mapping[str, Scenario] = MappingProxyType(
         "inflight": Scenario(inflight.run, inflight.VARIANTS, duration=90.0, repeat=1, conclude=inflight.conclude),
         "fleet": Scenario(fleet.run, fleet.VARIANTS, conclude=fleet.conclude),
         "snapshot": Scenario(snapshot.run, snapshot.VARIANTS, repeat=5, conclude=snapshot.conclude),
+        "limits": Scenario(limits.run, limits.VARIANTS, conclude=limits.conclude),
+        "rate": Scenario(rate.run, rate.VARIANTS, duration=60.0, repeat=1, conclude=rate.conclude),
+        "deploy": Scenario(deploy.run, deploy.VARIANTS, conclude=deploy.conclude),
         "cloud": Scenario(cloud.run, cloud.VARIANTS, duration=10.0, conclude=cloud.conclude),
         "soak": Scenario(soak.run, soak.VARIANTS, duration=600.0, repeat=1, conclude=soak.conclude),
     }

@@ -62,7 +62,7 @@ def run(plan: Plan) -> list[Result]:
             for worker in workers:
                 worker.check()
 
-        _wait_until_up(observer, processes, check)
+        wait_until_up(observer, processes, check)
         client = awa.Client(plan.database)
         client.insert_many_copy(noop.bind(n) for n in range(jobs))
         client.close()
@@ -81,7 +81,8 @@ def run(plan: Plan) -> list[Result]:
     return [Result(plan.variant, sum(shares), sum(shares) / seconds, **costs, share_spread=spread)]
 
 
-def _wait_until_up(observer: Observer, processes: int, check: Callable[[], None]) -> None:
+def wait_until_up(observer: Observer, processes: int, check: Callable[[], None]) -> None:
+    """Return once so many workers are registered; *check* raises when one has died."""
     deadline = time.monotonic() + STALLED
     while (up := observer.ask(UP)[0]) < processes:
         check()

@@ -78,7 +78,7 @@ def run(
     for note in notes:
         tell(note)
     with (
-        _bounded(seconds + DRAINED_AT_MOST + 240),
+        bounded(seconds + DRAINED_AT_MOST + 240),
         kept_cluster(binaries, has_standby=failover, keep=keep) as (directory, cluster),
     ):
         tell(f"seed {seed}, {seconds:.0f} s on PostgreSQL {binaries.version} in {directory}")
@@ -154,7 +154,7 @@ def _drain(crew: Crew, cluster: Cluster, tell: Tell) -> None:
 
 
 @contextmanager
-def _bounded(seconds: float) -> Iterator[None]:
+def bounded(seconds: float) -> Iterator[None]:
     """Whatever hangs is interrupted after *seconds*, in the main thread."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:

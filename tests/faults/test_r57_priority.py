@@ -1,12 +1,13 @@
 """R57: urgent jobs waited behind a pile of old ones, and ties came in any order.
 
-Now priority 1 goes first whatever the age of the others, equal jobs run in the order of their transactions and then of
-their ids, and what is out of range is refused.
+Now priority 1 goes first unless another has waited for minutes, equal jobs run in the order of their transactions and
+then of their ids, and what is out of range is refused.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import psycopg
@@ -86,3 +87,43 @@ def test_what_is_out_of_range_is_refused(client: awa.Client, priority: Any) -> N
     assert (caught.value.path, caught.value.limit) == ("priority", (1, 4))
     with pytest.raises(awa.ConfigError):
         client.task(priority=priority)
+
+
+def test_with_aging_a_low_job_runs_within_its_bound_under_steady_high_load(
+    client: awa.Client, start_worker: StartWorker, conn: psycopg.Connection[Any]
+) -> None:
+    """A job gains one priority a minute by default, so one of priority 4 goes before younger ones of 1 after three."""
+    ran: list[tuple[str, float]] = []
+
+    @client.task()
+    def work(name: str) -> None:
+        ran.append((name, time.monotonic()))
+        time.sleep(0.01)
+
+    overdue = client.insert(work.bind("low"), priority=4)
+    client.insert(work.bind("young"), priority=4)
+    client.insert_many([NewJob(work.bind("high"), priority=1) for _ in range(100)])
+    start_worker(client, threads=1)
+    stop = threading.Event()
+
+    def go_on() -> None:
+        while not stop.wait(0.1):
+            client.insert_many([NewJob(work.bind("high"), priority=1) for _ in range(15)])
+
+    producer = threading.Thread(target=go_on)
+    producer.start()
+    try:
+        wait_until(lambda: len(ran) >= 150, timeout=20)
+        assert {name for name, _ in ran} == {"high"}, "younger than three minutes, however many others come"
+        age = "UPDATE awa.jobs SET available_at = now() - interval '181 s' WHERE id = %s"
+        conn.execute(age, [overdue.id])
+        due = time.monotonic()
+        wait_until(lambda: any(name == "low" for name, _ in ran), timeout=20)
+    finally:
+        stop.set()
+        producer.join()
+    names = [name for name, _ in ran]
+    at = next(at for name, at in ran if name == "low")
+    assert [name for name, began in ran if due < began < at].count("high") <= 250, "a second, and what was claimed"
+    assert "young" not in names[: names.index("low") + 1]
+    wait_until(lambda: any(name == "young" for name, _ in ran), timeout=30)

@@ -1,0 +1,97 @@
+"""A rolling deploy at its beginning: ten workers of before and one that knows a kind more share a queue.
+
+``alone`` are jobs that everybody knows; ``aliens`` has in between, one for every ten, jobs of a kind that only the new
+worker knows. The rate is that of the jobs that everybody knows: until the last of them is completed, from the first
+claim. Each of the others is set aside at most once, however many workers meet it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import awa
+from awa.storage.migrate import migrate
+from awa.storage.schema import Schema
+from benchmarks.compare import Medians, compare
+from benchmarks.observer import Observer
+from benchmarks.processes import WorkerProcess
+from benchmarks.record import BenchmarkError, Plan, Result
+from benchmarks.scenarios.fleet import wait_until_up
+from benchmarks.scenarios.newer import novel
+from benchmarks.scenarios.tasks import noop
+
+ALONE, ALIENS = "alone", "aliens"
+
+VARIANTS = (ALONE, ALIENS)
+
+OLD_WORKERS = 10
+
+PART = 2
+"""Of the jobs asked for, one in so many is inserted, and a tenth of these are aliens."""
+
+EVERY = 10
+"""Known jobs for an alien."""
+
+DONE = """
+    WITH done AS MATERIALIZED (
+        SELECT j.id, j.kind, d.completed_at
+          FROM awa.completions d
+          JOIN awa.claims c USING (slot, claim_id)
+         CROSS JOIN LATERAL unnest(d.idx) AS i(idx)
+          JOIN awa.jobs j ON j.slot = c.slot AND j.entry_id = c.entry_ids[i.idx]
+    )
+    SELECT count(*) FILTER (WHERE kind = 'noop'), count(*) FILTER (WHERE kind = 'novel'), count(DISTINCT id),
+           (SELECT count(*) FROM awa.attempt_ends WHERE outcome <> 'set_aside'),
+           (SELECT coalesce(max(n), 0)
+              FROM (SELECT count(*) AS n FROM awa.attempt_ends WHERE outcome = 'set_aside' GROUP BY id) t),
+           extract(epoch FROM max(completed_at) FILTER (WHERE kind = 'noop')
+                              - (SELECT min(claimed_at) FROM awa.claims WHERE entry_ids <> '{}'))::float8
+      FROM done
+"""
+
+
+def run(plan: Plan) -> list[Result]:
+    """Have all workers share one backlog; check that every job ran, and how often it was set aside."""
+    migrate(plan.database, Schema())
+    known = plan.jobs // PART
+    aliens = known // EVERY if plan.variant == ALIENS else 0
+    with ExitStack() as stack:
+        observer = stack.enter_context(Observer(plan.admin, plan.database))
+        before = observer.counters()
+        workers = [stack.enter_context(WorkerProcess(plan)) for _ in range(OLD_WORKERS)]
+        workers.append(stack.enter_context(WorkerProcess(plan, application="benchmarks.scenarios.newer:client")))
+
+        def check() -> None:
+            for worker in workers:
+                worker.check()
+
+        wait_until_up(observer, len(workers), check)
+        client = awa.Client(plan.database)
+        client.insert_many_copy(_jobs(known, aliens))
+        client.close()
+        observer.wait_completed(known + aliens, check=check)
+        for worker in workers:
+            worker.stop()
+        costs = before.per_job(observer.counters(), known + aliens)
+        *counts, most_aside, seconds = observer.ask(DONE)
+    if counts != [known, aliens, known + aliens, 0]:
+        raise BenchmarkError(
+            f"{known} known jobs and {aliens} others should have run once each, but (known, others, jobs, ended"
+            f" otherwise) are {counts}"
+        )
+    if most_aside > 1:
+        raise BenchmarkError(f"a job was set aside {most_aside} times, should be once at most")
+    return [Result(plan.variant, known, known / seconds, **costs)]
+
+
+def _jobs(known: int, aliens: int) -> Iterator[awa.NewJob]:
+    for n in range(known):
+        yield awa.NewJob(noop.bind(n))
+        if aliens and n % EVERY == 0:
+            yield awa.NewJob(novel.bind(n))
+
+
+def conclude(medians: Medians) -> Iterator[str]:
+    """With the aliens, in percent of without."""
+    yield from compare(medians, ALIENS, ALONE, "jobs_per_s", goal="at least 90%")
