@@ -14,6 +14,8 @@ from awa.errors import (
     JobFailed,
     JobNotFound,
     PermissionDenied,
+    QueueBusy,
+    QueueNotFound,
     ResultNotKept,
     RuntimeGone,
     SchemaNotMigrated,
@@ -28,6 +30,7 @@ from awa.errors import (
 )
 from awa.insert import Inserted, NewJob
 from awa.job import Cancel, EntryId, Job, JobId, JobState, Outcome, RetryAfter, Snooze, current_job
+from awa.limits import Limits, RateLimit
 from awa.registry import BoundArgs, Task
 from awa.retry import exponential, fixed, linear
 from awa.storage.control import Controlled
@@ -54,9 +57,13 @@ __all__ = [
     "JobInfo",
     "JobNotFound",
     "JobState",
+    "Limits",
     "NewJob",
     "Outcome",
     "PermissionDenied",
+    "QueueBusy",
+    "QueueNotFound",
+    "RateLimit",
     "ResultNotKept",
     "RetryAfter",
     "RuntimeGone",

@@ -6,6 +6,8 @@
       UnknownKind, DuplicateKind     no handler is registered for the kind; two are
       JobNotFound (LookupError)      no job has that id
       JobBusy                        another transaction held the job: nothing was changed, try again
+      QueueNotFound (LookupError)    nothing is known of a queue of that name
+      QueueBusy                      others held the queue, or some of its jobs: try again
       UniqueConflict                 an equal job exists
       JobFailed, ResultNotKept       a job that was waited for has no result to give
       StaleAttempt                   the attempt was taken over
@@ -80,6 +82,28 @@ class JobBusy(AwaError):
     def __init__(self, message: str, *, job_id: int) -> None:
         super().__init__(message)
         self.job_id = job_id
+
+
+class QueueNotFound(AwaError, LookupError):
+    """Nothing is known of the queue: it has no jobs, nothing was said of it, and no worker serves it."""
+
+    def __init__(self, message: str, *, queue: str) -> None:
+        super().__init__(message)
+        self.queue = queue
+
+
+class QueueBusy(AwaError):
+    """Others held the queue, or some of its jobs, for too long; the message says what was done, try again.
+
+    Attributes:
+        queue: Which.
+        done: How many jobs were cancelled or deleted before.
+    """
+
+    def __init__(self, message: str, *, queue: str, done: int = 0) -> None:
+        super().__init__(message)
+        self.queue = queue
+        self.done = done
 
 
 class UniqueConflict(AwaError):

@@ -16,12 +16,15 @@ from awa.job import LONGEST_WAIT, as_seconds
 __all__ = [
     "check_after",
     "check_after_failed",
+    "check_burst",
+    "check_by",
     "check_delay",
     "check_flag",
     "check_job_id",
     "check_kind",
     "check_limit",
     "check_max_attempts",
+    "check_max_running",
     "check_pool_size",
     "check_priority",
     "check_queue",
@@ -43,6 +46,8 @@ AFTER_FAILED = ("cancel", "run", "discard")
 FIRST_PRIORITY, LAST_PRIORITY = 1, 4
 MAX_ATTEMPTS = 1000
 MAX_POOL = 1000
+MAX_RUNNING = 2**31 - 1
+MAX_BURST = 1_000_000
 FIRST_YEAR, LAST_YEAR = 1970, 9999
 LONGEST_TIMEOUT = 2_147_483.0
 """Seconds, more than 24 days: as many as the database counts in milliseconds."""
@@ -71,6 +76,21 @@ def check_max_attempts(value: object, path: str = "max_attempts") -> int:
 def check_pool_size(value: object, path: str = "pool_size") -> int:
     """How many connections a client may hold: 1 to 1000."""
     return _check_int(value, path, 1, MAX_POOL, "inserts share them; handlers have as many")
+
+
+def check_max_running(value: object, path: str = "max_running") -> int:
+    """How many attempts may be open at once: 1 to 2,147,483,647."""
+    return _check_int(value, path, 1, MAX_RUNNING, "to start none pause the queue; None is no limit")
+
+
+def check_burst(value: object, path: str = "burst") -> int:
+    """How many attempts may start at once: 1 to 1,000,000."""
+    return _check_int(value, path, 1, MAX_BURST, "None is the count of the limit")
+
+
+def check_by(value: object, path: str = "by") -> str | None:
+    """Who does something: None, or text of 1 to 200 characters."""
+    return None if value is None else _check_text(value, path, MAX_NAME, "say who, or leave it out")
 
 
 def check_tags(value: object, path: str = "tags") -> tuple[str, ...]:
