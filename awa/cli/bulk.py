@@ -191,8 +191,9 @@ def _do(target: Target, client: Client, action: Action, found: _Found, *, may_be
     elif not done and not left:
         echo("no job fits", err=True)
     elif len(done) > 1 or left:
-        summary = ", ".join(f"{count:,} {word.replace('_', ' ')}" for word, count in counts.items())
-        echo(f"{summary or 'nothing was done'}{left and f', {left:,} left as they were' or ''}", err=True)
+        told = [f"{count:,} {word.replace('_', ' ')}" for word, count in counts.items()]
+        told += [f"{left:,} left as they were"] if left else []
+        echo(", ".join(told), err=True)
     if isinstance(stopped, AwaError):
         return report(stopped)
     if stopped is not None or any(counts[word] for word in WENT_WRONG):
@@ -210,5 +211,3 @@ def _try(client: Client, action: Action, job_id: int, may_be_gone: bool) -> Done
     except UniqueConflict as error:
         return Done(job_id, "conflict", None, str(error))
     return Done(job_id, result.happened, result.state.value)
-
-

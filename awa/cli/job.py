@@ -125,7 +125,9 @@ def show(context: click.Context, target: Target, words: tuple[str, ...]) -> None
 @click.option("--queue", metavar="NAME", help="Where it waits.")
 @click.option("--priority", type=int, metavar="1-4", help="1 runs first.")
 @click.option("--max-attempts", type=int, metavar="N", help="1 to 1000.")
-@click.option("--timeout", type=Duration(), metavar="TIME", help="What an attempt may take: 90, 15min, 2h; 0: no limit.")
+@click.option(
+    "--timeout", type=Duration(), metavar="TIME", help="What an attempt may take: 90, 15min, 2h; 0: no limit."
+)
 @click.option("--run-at", type=Instant(), metavar="TIME", help="Not before: 2026-12-24T18:00:00+01:00.")
 @click.option("--delay", type=Duration(), metavar="TIME", help="Not before so long from now.")
 @click.option("--expires-at", type=Instant(), metavar="TIME", help="Not to be started after this; cancelled instead.")
@@ -154,11 +156,7 @@ def insert(
     values = JsonObject()(text, None, click.get_current_context())
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     options |= {name: value for name, value in (("tags", tags), ("after", after)) if value}
-    if app is None:
-        opened = target.client()
-    else:
-        opened = target.client_of(app)
-    with opened as client:
+    with target.client() if app is None else target.client_of(app) as client:
         if app is not None:
             values = _checked_args(client, kind, values)
         inserted = client.insert(values, kind=kind, **options)
@@ -173,7 +171,7 @@ def insert(
 def _checked_args(client: Client, kind: str, values: dict[str, Any]) -> Any:
     task = client.registry.find(kind)
     if task is None:
-        known = ", ".join(map(safe, client.registry.kinds())) or "none"
+        known = ", ".join(map(safe, client.registry.kinds)) or "none"
         raise click.UsageError(f"the application has no task of kind {safe(kind)}: it has {known}")
     # a plain function's are checked by the insert
     return task.codec.load(json.dumps(values)) if task.is_typed else values

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from awa.cli.asking import ask, asking_options, check_answerable
-from awa.cli.output import Cell, Column, Table, echo, local_time, plain, print_facts, print_json, safe, styled
+from awa.cli.output import Cell, Column, Table, echo, facts, local_time, plain, print_facts, print_json, safe, styled
 from awa.cli.target import Target, refuse_address, this_user, with_target
 from awa.cli.values import Most, Rate, rate_text
 from awa.job import JobState
@@ -89,19 +89,8 @@ def _limit_text(value: int | RateLimit | None) -> str:
 
 
 def queue_facts(info: QueueInfo) -> dict[str, Any]:
-    """A queue in JSON: the fields of ``QueueInfo``."""
-    return {
-        "name": info.name,
-        "is_paused": info.is_paused,
-        "paused_at": plain(info.paused_at),
-        "paused_by": info.paused_by,
-        "pause_reason": info.pause_reason,
-        "running": info.running,
-        "counts": plain(info.counts),
-        "limits": plain(info.limits),
-        "declared": plain(info.declared),
-        "overrides": plain(info.overrides),
-    }
+    """A queue in JSON: the fields of ``QueueInfo``, and what it derives."""
+    return facts(info) | {"is_paused": info.is_paused, "running": info.running}
 
 
 def _answer(target: Target, info: QueueInfo, text: str) -> None:
@@ -148,6 +137,9 @@ def _print_limits(info: QueueInfo) -> None:
         for option, name in LIMITS.items()
     ]
     Table([Column("limit"), Column("declared"), Column("overridden"), Column("holds")]).print(rows)
+    if info.overrides_at is not None:
+        by = "" if info.overrides_by is None else f" by {safe(info.overrides_by)}"
+        echo(f"last overridden or cleared {local_time(info.overrides_at)}{by}")
 
 
 @queue.command()
@@ -186,7 +178,9 @@ def cancel_waiting(target: Target, name: str, reason: str | None, is_sure: bool,
         if is_dry or not is_sure:
             count = client.admin.count_waiting(name)
             if is_dry:
-                _would(target, name, {"waiting": count}, f"would cancel {_jobs(count, 'waiting')} of queue {safe(name)}")
+                _would(
+                    target, name, {"waiting": count}, f"would cancel {_jobs(count, 'waiting')} of queue {safe(name)}"
+                )
                 return
             ask(f"Cancel {_jobs(count, 'waiting')} of queue {safe(name)}?")
         cancelled = client.admin.cancel_waiting(name, reason=reason)

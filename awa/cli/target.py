@@ -26,9 +26,7 @@ C = TypeVar("C", bound=Callable[..., Any])
 database_option = click.option(
     "--database", metavar="URL", help="The database; else AWA_DATABASE_URL, DATABASE_URL or PG*."
 )
-schema_option = click.option(
-    "--schema", "schema_name", metavar="NAME", help="The schema; else AWA_SCHEMA, else awa."
-)
+schema_option = click.option("--schema", "schema_name", metavar="NAME", help="The schema; else AWA_SCHEMA, else awa.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Answer in JSON.")
 
 

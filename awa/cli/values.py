@@ -69,7 +69,7 @@ class JsonObject(click.ParamType):
         except (ValueError, RecursionError) as error:
             self.fail(f"that is no JSON: {short(error, 100)}", param, ctx)
         if not isinstance(found, dict):
-            self.fail(f"give a JSON object such as '{{\"name\": \"Ada\"}}', not {short(value, 40)}", param, ctx)
+            self.fail(f'give a JSON object such as \'{{"name": "Ada"}}\', not {short(value, 40)}', param, ctx)
         return found
 
 
