@@ -352,7 +352,7 @@ class Client:
 
     @property
     def admin(self) -> Admin:
-        """For operators: lists of jobs, counts of queues, moving a job."""
+        """For operators: lists of jobs, counts of queues; retrying, reprioritising and moving a job."""
         from awa.admin import Admin
 
         return Admin(self._schema, self._own)
@@ -398,6 +398,27 @@ class Client:
         force = options.check_flag(force, "force")
         with self._own() as conn:
             return repeated(lambda: control.cancel_holder(conn, self._schema, key, reason=reason, force=force))
+
+    def retry(self, job_id: int) -> Controlled:
+        """Make a job available with all its attempts before it, when it has failed, was cancelled, or waits for its time.
+
+        It keeps its id and its history, and comes last in its queue. An ended job takes its unique key again, and does
+        not expire any more. Follow-ups are inserted again when it ends again; jobs that were cancelled because of it
+        stay cancelled.
+
+        Returns:
+            What happened: ``retried``; ``nothing`` when it is available already, or set aside until it can run;
+            ``refused`` when it is running, has completed, or waits for something else than a time. And its state now.
+
+        Raises:
+            UniqueConflict: Another job holds its unique key, ``.existing_id``; nothing was changed.
+            JobNotFound: There is none, or its history is gone.
+            JobBusy: Somebody held the job, or its key, for a second; nothing was changed, try again.
+            ValidationError: *job_id* can be no job's id.
+        """
+        job_id = options.check_job_id(job_id)
+        with self._own() as conn:
+            return repeated(lambda: control.retry_job(conn, self._schema, job_id))
 
     # --- working ----------------------------------------------------------------------------------------------------
 

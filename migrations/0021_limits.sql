@@ -396,7 +396,7 @@ BEGIN
 END $$;
 
 -- Take entries out of their lanes which a claim has met and that cannot run: for each the reason. 'kind', 'key' and
--- 'order' wait for that; one that waits for 'key' keeps its ordering key. 'expired' is cancelled, with what follows. The
+-- 'order' wait for that, with their ordering key unless it is that they wait for. 'expired' is cancelled, with what follows. The
 -- caller holds the queue's claim lock.
 CREATE FUNCTION awa.set_aside(p_queue text, p_slots smallint[], p_lanes smallint[], p_xids xid8[], p_entries bigint[],
                               p_whys text[]) RETURNS void
@@ -423,7 +423,7 @@ BEGIN
     ), granted AS (
         INSERT INTO awa.grants AS t (queue, scope, key, id)
         SELECT p_queue, 'order', left(e.ordering_key, 201), e.id FROM entry e
-         WHERE e.why = 'key' AND e.ordering_key IS NOT NULL
+         WHERE e.why IN ('key', 'kind') AND e.ordering_key IS NOT NULL
             ON CONFLICT (queue, scope, key, id) DO UPDATE SET is_over = false
     )
     INSERT INTO awa.waiting_jobs (id, created_at, priority, attempt, max_attempts, timeout_ms, state, waits_for, wait_key,
@@ -738,8 +738,10 @@ BEGIN
             ), told AS MATERIALIZED (
                 SELECT max(k.ord) AS ord, bit_or(1 << k.lane) AS lanes,
                        bool_or((NOT k.known OR k.expired) AND NOT k.ended) AS has_aliens,
-                       array_agg(ROW(k.ord, k.entry_id, k.id, k.concurrency_key, k.ordering_key)::awa.keyed_entry)
-                       FILTER (WHERE k.keyed AND k.known AND NOT k.ended AND k.expired IS NOT TRUE) AS keyed
+                       -- one of an unknown kind takes its place in the order all the same
+                       array_agg(ROW(k.ord, k.entry_id, k.id, CASE WHEN k.known THEN k.concurrency_key END,
+                                     k.ordering_key)::awa.keyed_entry)
+                       FILTER (WHERE k.keyed AND NOT k.ended AND k.expired IS NOT TRUE) AS keyed
                   FROM kept k
             ), verdict AS MATERIALIZED (       -- why an entry must wait, at its place
                 SELECT CASE WHEN t.keyed IS NOT NULL
@@ -765,7 +767,8 @@ BEGIN
             ), aliens AS (
                 SELECT array_agg(k.slot) AS slots, array_agg(k.lane) AS lanes, array_agg(k.xid) AS xids,
                        array_agg(k.entry_id) AS entries,
-                       array_agg(CASE WHEN k.expired THEN 'expired' WHEN NOT k.known THEN 'kind' ELSE k.why END) AS whys
+                       array_agg(CASE WHEN k.expired THEN 'expired' WHEN NOT k.known AND k.why IS NULL THEN 'kind'
+                                      ELSE k.why END) AS whys
                   FROM (SELECT k.*, CASE WHEN k.keyed THEN (SELECT v.why[k.ord] FROM verdict v) END AS why FROM kept k
                          WHERE (SELECT t.has_aliens OR t.keyed IS NOT NULL FROM told t) AND NOT k.ended) k
                  WHERE k.expired OR NOT k.known OR k.why IS NOT NULL

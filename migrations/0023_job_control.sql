@@ -1,15 +1,15 @@
--- Control of jobs: bring one back that has ended or waits, give it another priority, move it; and what had been true as
--- long as no job came back.
+-- Control of jobs: bring one back that has ended or waits, give it another priority, move it; and what was true as long
+-- as no job came back.
 --
--- Adds functions, and replaces some in place; locks nothing that is in use. Works with awa 0.1 and later: what is replaced
--- has the same meaning for workers and producers of before.
+-- Adds functions, and replaces some in place; locks nothing that is in use. Works with awa 0.1 and later: what is
+-- replaced has the same meaning for workers and producers of before.
 --
--- A failed or cancelled job that is retried has a new entry, under its old id. So an end for good is the end of its entry,
--- and no longer that of the job for ever:
---   * of a job whose old entry failed or was cancelled, the row of ended_jobs tells whether it still is; it is written in
---     the transaction of that end, and removed in that of the retry.
---   * who saw that a key's holder has ended, and takes the key over or removes its row in a later statement, looks whether
---     the row is still the one that was seen: a retry writes its new entry into it.
+-- A failed or cancelled job that is retried has a new entry, under its old id. So an end for good is the end of its
+-- entry, and no longer that of the job for ever:
+--   * of a job whose old entry failed or was cancelled, the row of ended_jobs tells whether it still is; it is written
+--     in the transaction of that end, and removed in that of the retry.
+--   * who saw that a key's holder has ended, and takes the key over or removes its row in a later statement, looks
+--     whether the row is still the one that was seen: a retry writes its new entry into it.
 
 -- As in 0017_unique.sql; and a key is not taken over from a holder that came back since it was looked at.
 CREATE OR REPLACE FUNCTION awa.take_keys(p_rows awa.job_uniques[]) RETURNS bigint[]
@@ -152,9 +152,9 @@ BEGIN
 END $$;
 
 -- As in 0019_dependencies.sql; and of a job whose known entry failed or was cancelled, the row of ended_jobs tells.
-CREATE OR REPLACE FUNCTION awa.look_at_parents_v1(p_ids bigint[], p_slots smallint[], p_queues text[], p_lanes smallint[],
-                                       p_xids xid8[], p_entries bigint[], p_ats timestamptz[], p_claims bigint[],
-                                       p_idx smallint[])
+CREATE OR REPLACE FUNCTION awa.look_at_parents_v1(p_ids bigint[], p_slots smallint[], p_queues text[],
+                                                  p_lanes smallint[], p_xids xid8[], p_entries bigint[],
+                                                  p_ats timestamptz[], p_claims bigint[], p_idx smallint[])
 RETURNS TABLE (id bigint, state text, slot smallint, queue text, lane smallint, xid xid8, entry_id bigint,
                available_at timestamptz, claim_id bigint, idx smallint)
 LANGUAGE plpgsql VOLATILE
@@ -185,7 +185,8 @@ BEGIN
                          WHERE u.state IS NULL AND NOT u.known);
     RETURN QUERY
         WITH place AS MATERIALIZED (
-            SELECT false AS is_newest, u.id, u.slot, u.queue, u.lane, u.xid, u.entry_id, u.available_at, u.claim_id, u.idx
+            SELECT false AS is_newest, u.id, u.slot, u.queue, u.lane, u.xid, u.entry_id, u.available_at, u.claim_id,
+                   u.idx
               FROM unnest(p_ids, v_known, p_slots, p_queues, p_lanes, p_xids, p_entries, p_ats, p_claims, p_idx)
                    AS u(id, known, slot, queue, lane, xid, entry_id, available_at, claim_id, idx)
              WHERE u.known
@@ -206,8 +207,8 @@ BEGIN
         SELECT p.id,
                CASE WHEN p.entry_id IS NULL THEN 'gone'
                     WHEN e.outcome = 'completed' THEN e.outcome
-                    -- The rest left the job to a successor, as a retry may failed and cancelled ones. That one is in this
-                    -- snapshot too, or has ended and is gone.
+                    -- The rest left the job to a successor; a retry may have given one to what failed or was cancelled.
+                    -- It is in this snapshot too, or has ended and is gone.
                     WHEN e.outcome IS NOT NULL
                     THEN coalesce((SELECT 'waiting' FROM awa.waiting_jobs w WHERE w.id = p.id),
                                   (SELECT t.state FROM awa.ended_jobs t WHERE t.id = p.id),
@@ -228,20 +229,20 @@ BEGIN
                UNION ALL
                SELECT t.claim_id, t.idx
                  FROM awa.claim_of(p.slot, p.queue, p.lane, p.xid, p.entry_id, p.available_at) t
-                WHERE p.claim_id IS NULL AND (p.id IN (SELECT s.id FROM passed s WHERE s.is_looked_for)) IS TRUE) c ON true;
+                WHERE p.claim_id IS NULL
+                  AND (p.id IN (SELECT s.id FROM passed s WHERE s.is_looked_for)) IS TRUE) c ON true;
     RETURN QUERY
         SELECT u.id, u.state, NULL::smallint, NULL::text, NULL::smallint, NULL::xid8, NULL::bigint, NULL::timestamptz,
                NULL::bigint, NULL::smallint
           FROM unnest(p_ids, v_states) AS u(id, state) WHERE u.state IS NOT NULL;
 END $$;
 
--- Whether the next entry of a job with this history belongs into an express lane: it may have killed its worker, and is
--- claimed alone then, which only express lanes see to.
+-- Whether a job with this history may have killed its worker. It is claimed alone then, which express lanes see to.
 CREATE FUNCTION awa.is_suspect(p_history json) RETURNS boolean LANGUAGE sql IMMUTABLE AS $$
     SELECT coalesce(p_history->-1->>'outcome' = 'rescued', false)
 $$;
 
--- Make a job available, with all its attempts before it: one that has failed or was cancelled, or that waits for a time.
+-- Make a job available, with all its attempts before it: one that has failed or was cancelled, or waits for a time.
 -- In a transaction of its own, at READ COMMITTED.
 --   retried    it is available, at the end of its queue; its history is kept
 --   nothing    it is available already, or set aside until it can run
@@ -251,9 +252,10 @@ $$;
 --   not_found  there is no such job, or its history is gone
 -- state is what it is now; unique_key the key of 16 bytes, with a conflict.
 --
--- Nothing is held but the row that the job leaves: an entry may be appended by anybody at any time. Of two retries, or of
--- one and a retention that deletes the row, one has it; the other looks for the job again.
-CREATE FUNCTION awa.retry_v1(p_id bigint, OUT happened text, OUT state text, OUT existing_id bigint, OUT unique_key bytea)
+-- Nothing is held but the row that the job leaves: anybody may append an entry at any time. Of two retries, or of one
+-- and a retention that deletes the row, one has it; the other looks for the job again.
+CREATE FUNCTION awa.retry_v1(p_id bigint, OUT happened text, OUT state text, OUT existing_id bigint,
+                             OUT unique_key bytea)
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER
 SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off
 SET lock_timeout = '10ms' SET search_path = pg_catalog, pg_temp
@@ -287,7 +289,7 @@ BEGIN
             ELSIF p.place = 'available' OR (p.place = 'waiting' AND p.state = 'available') THEN
                 happened := 'nothing';
                 RETURN;
-            ELSIF p.state NOT IN ('failed', 'cancelled') AND p.waits_for IS DISTINCT FROM 'time' THEN
+            ELSIF coalesce(p.state, '') NOT IN ('failed', 'cancelled') AND p.waits_for IS DISTINCT FROM 'time' THEN
                 happened := 'refused';
                 RETURN;
             END IF;
@@ -305,8 +307,8 @@ BEGIN
                 IF p.is_kept AND octet_length(j.unique_key) BETWEEN 16 AND 17 THEN
                     -- its own row, which was not removed yet, or is held in that state too
                     UPDATE awa.job_uniques u
-                       SET states = awa.states_of(j.unique_key), slot = v_slot, lane = v_lane, xid = pg_current_xact_id(),
-                           entry_id = v_entry, queue = j.queue
+                       SET states = awa.states_of(j.unique_key), slot = v_slot, lane = v_lane,
+                           xid = pg_current_xact_id(), entry_id = v_entry, queue = j.queue
                      WHERE u.key = substr(j.unique_key, 1, 16) AND u.id = p_id;
                     IF NOT FOUND THEN
                         SELECT t.holders[1] INTO existing_id
@@ -337,9 +339,9 @@ BEGIN
                            w.follow_ups, w.history
                       FROM waiting w
                 )
-                INSERT INTO awa.jobs (entry_id, id, slot, created_at, lane, priority, max_attempts, timeout_ms, queue, kind,
-                                      args, metadata, tags, concurrency_key, ordering_key, unique_key, expires_at,
-                                      follow_ups, history)
+                INSERT INTO awa.jobs (entry_id, id, slot, created_at, lane, priority, max_attempts, timeout_ms, queue,
+                                      kind, args, metadata, tags, concurrency_key, ordering_key, unique_key,
+                                      expires_at, follow_ups, history)
                 SELECT v_entry, t.id, v_slot, t.created_at, v_lane, t.priority, t.max_attempts, t.timeout_ms, t.queue,
                        t.kind, t.args, t.metadata, t.tags, t.concurrency_key, t.ordering_key, t.unique_key,
                        t.expires_at, t.follow_ups, t.history
@@ -363,7 +365,7 @@ END $$;
 REVOKE EXECUTE ON FUNCTION awa.retry_v1(bigint) FROM PUBLIC;
 
 -- Give a job that waits or is available another priority: 1, which runs first, to 4. One that is available comes last
--- there, unless it was rescued. In a transaction of its own, at READ COMMITTED.
+-- there, unless it was rescued, or a key was handed over to it. In a transaction of its own, at READ COMMITTED.
 --   reprioritised  it has it
 --   nothing        it had it before
 --   refused        it is running or has ended; state says which
@@ -419,9 +421,14 @@ BEGIN
                                       args, metadata, tags, concurrency_key, ordering_key, unique_key, expires_at,
                                       follow_ups, history)
                 SELECT j.id, coalesce(j.created_at, j.available_at),
-                       2 * p_priority + (NOT awa.is_suspect(j.history))::integer, p_priority, j.attempt, j.max_attempts,
-                       j.timeout_ms, j.queue, j.kind, j.args, j.metadata, j.tags, j.concurrency_key, j.ordering_key,
-                       j.unique_key, j.expires_at, j.follow_ups, j.history
+                       2 * p_priority
+                       + (NOT awa.is_suspect(j.history)
+                          -- whose turn has come: others wait for it
+                          AND NOT EXISTS (SELECT FROM awa.grants g
+                                           WHERE g.id = p_id AND g.queue = j.queue AND g.claim_id = 0
+                                             AND NOT g.is_over))::integer,
+                       p_priority, j.attempt, j.max_attempts, j.timeout_ms, j.queue, j.kind, j.args, j.metadata, j.tags,
+                       j.concurrency_key, j.ordering_key, j.unique_key, j.expires_at, j.follow_ups, j.history
                   FROM awa.end_unclaimed(p.queue, p.slot, p.lane, p.xid, p.entry_id, 'moved', NULL) j;
                 IF FOUND THEN
                     PERFORM awa.ring(ARRAY[p.queue]);
@@ -450,8 +457,9 @@ SET lock_timeout = '10ms'
 AS $$
 DECLARE
     v_until timestamptz := clock_timestamp() + interval '1 s';
+    v_waits_for text;
+    v_key text;
     p record;
-    w record;
 BEGIN
     IF current_setting('transaction_isolation') <> 'read committed' THEN
         RAISE EXCEPTION 'awa.move needs READ COMMITTED: an older snapshot would miss a claim' USING ERRCODE = 'AWA02';
@@ -477,12 +485,12 @@ BEGIN
             ELSIF p.place = 'waiting' THEN
                 UPDATE awa.waiting_jobs w SET queue = p_queue, seq = nextval('awa.entry_id_seq')
                  WHERE w.id = (SELECT t.id FROM awa.waiting_jobs t WHERE t.id = p_id FOR UPDATE SKIP LOCKED)
-                RETURNING w.waits_for, w.wait_key INTO w;
+                RETURNING w.waits_for, w.wait_key INTO v_waits_for, v_key;
                 IF FOUND THEN
                     PERFORM awa.release_grants(ARRAY[p_id]);
-                    IF w.waits_for IN ('key', 'order') THEN
-                        PERFORM awa.look_at_key(p_queue, w.waits_for, w.wait_key);
-                    ELSIF w.waits_for <> 'time' THEN
+                    IF v_waits_for IN ('key', 'order') THEN
+                        PERFORM awa.look_at_key(p_queue, v_waits_for, v_key);
+                    ELSIF v_waits_for <> 'time' THEN
                         -- everybody hears it, as in a claim that sets aside: whoever knows its kind may hold no bell
                         PERFORM pg_notify(awa.channel(), chr(1) || p_queue);
                     END IF;

@@ -38,6 +38,7 @@ OWNERS_FUNCTIONS: Mapping[str, tuple[Part, ...]] = {
     "find_job_v2(bigint)": ("worker", "producer", "reader"),
     "outcome_v1(bigint[])": ("worker", "producer", "reader"),
     "cancel_v1(bigint, text, boolean)": ("worker", "producer"),
+    "retry_v1(bigint)": ("worker", "producer"),
     "enqueue_v1(text, json, text, integer, integer, integer, timestamptz, interval, text[], json, bytea, text[], text,"
     " json, bigint[], text, boolean)": ("worker", "producer"),
     "enqueue_many_v1(text[], smallint[], text[], text[], smallint[], integer[], text[], text[], text[],"

@@ -276,7 +276,15 @@ BEGIN_ANEW = """
            ARRAY(SELECT ROW(lane, %(seen)s::pg_snapshot, NULL, NULL, NULL)::awa.lane_frontier
                    FROM generate_series(2, 9) lane)
       FROM unnest(%(queues)s::text[]) AS q(queue)
-        ON CONFLICT (queue) DO UPDATE SET claim_id = excluded.claim_id, frontier = excluded.frontier
+        ON CONFLICT (queue) DO UPDATE
+       SET claim_id = excluded.claim_id, frontier = excluded.frontier, limits = NULL
+"""
+
+# Whatever became of the rows that say who has a key: whoever waits for one is looked at by the next claim.
+LOOK_AT_KEYS = """
+    INSERT INTO awa.grants (queue, scope, key, id, is_over)
+    SELECT DISTINCT w.queue, w.waits_for, w.wait_key, 0, true FROM awa.waiting_jobs w WHERE w.waits_for IN ('key', 'order')
+        ON CONFLICT DO NOTHING
 """
 
 FINISH = """
@@ -322,6 +330,7 @@ class _Rebase:
         carried = self._carry(queues)
         self._execute(SINK, seen=seen, queues=queues)
         self._execute(BEGIN_ANEW, seen=seen, queues=queues)
+        self._execute(LOOK_AT_KEYS)
         self._execute(FINISH, runtimes=fenced)
         record_origin(self._conn, self._schema)
         self._execute(RING_FOR, queues=queues)

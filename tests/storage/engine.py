@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 from itertools import count
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.fixtures.db import wait_until
 Conn = psycopg.Connection[Any]
 
 AWA = Schema()
-ARMED, BUSY, COME_AGAIN, ALONE = 1, 2, 4, 8
+ARMED, BUSY, COME_AGAIN, ALONE, PAUSED, FULL = 1, 2, 4, 8, 16, 32
 
 _flushes = count(1)
 
@@ -65,6 +66,7 @@ class Claimed:
     members: list[Member] = field(default_factory=list)
     batches: list[int] = field(default_factory=list)
     flags: int = 0
+    wait_ms: int | None = None
 
     @property
     def ids(self) -> list[int]:
@@ -94,14 +96,17 @@ def insert(
     kind: str = "noop",
     priority: int = 2,
     max_attempts: int = 25,
+    key: str | None = None,
+    order: str | None = None,
+    expires_at: datetime | None = None,
 ) -> list[int]:
     """The ids of new jobs, written in one statement; each number is the ``n`` of a job's args."""
     rows = conn.execute(
-        "INSERT INTO awa.jobs (queue, kind, lane, priority, max_attempts, args)"
-        " SELECT %s, %s, 2 * %s + 1, %s, %s, json_build_object('n', n)"
+        "INSERT INTO awa.jobs (queue, kind, lane, priority, max_attempts, concurrency_key, ordering_key, expires_at, args)"
+        " SELECT %s, %s, 2 * %s + 1, %s, %s, %s, %s, %s, json_build_object('n', n)"
         "   FROM unnest(%s::integer[]) WITH ORDINALITY u(n, o) ORDER BY o"
         " RETURNING id",
-        (queue, kind, priority, priority, max_attempts, list(numbers)),
+        (queue, kind, priority, priority, max_attempts, key, order, expires_at, list(numbers)),
     ).fetchall()
     return [row[0] for row in rows]
 
@@ -114,12 +119,13 @@ def claim(
     kinds: Sequence[str] | None = None,
     limit: int = 100,
     bell: bool = False,
+    aging: float = 60.0,
 ) -> Claimed:
     claimed = Claimed()
     with conn.cursor(row_factory=dict_row) as cursor:
         rows = cursor.execute(
-            "SELECT * FROM awa.claim_v1(%s, %s::bigint, %s::text[], %s, %s)",
-            (queue, runtime, None if kinds is None else list(kinds), limit, bell),
+            "SELECT * FROM awa.claim_v2(%s, %s::bigint, %s::text[], %s, %s, %s)",
+            (queue, runtime, None if kinds is None else list(kinds), limit, bell, aging),
         ).fetchall()
     for row in rows[:-1]:
         body = (row["args"] or "").encode()
@@ -147,6 +153,7 @@ def claim(
         assert at == len(body)
     assert rows[-1]["claim_id"] is None
     claimed.flags = rows[-1]["flags"]
+    claimed.wait_ms = rows[-1]["nonce"]
     return claimed
 
 
