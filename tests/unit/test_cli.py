@@ -194,10 +194,10 @@ def test_pages_of_a_table_have_one_head(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_an_output_without_the_character_gets_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
-    Table(COLUMNS[1:2]).print([("é",)])
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="iso-8859-1"))
+    Table(COLUMNS[1:2]).print([("é東",)])
     sys.stdout.flush()
-    assert raw.getvalue() == b"name\n\\xe9\n"
+    assert raw.getvalue() == b"name\n\xe9\\u6771\n"
 
 
 # --- values
