@@ -13,7 +13,7 @@ import click
 from awa.cli import EXIT_NOT_FOUND, bulk
 from awa.cli.asking import asking_options
 from awa.cli.filters import Walk, parse_filter, parse_ids
-from awa.cli.output import echo, print_json, safe
+from awa.cli.output import as_json, echo, print_json, safe
 from awa.cli.shown import JobTable, job_facts, print_job
 from awa.cli.target import Target, refuse_address, with_target
 from awa.cli.values import Duration, Instant, JsonObject
@@ -71,17 +71,13 @@ def list_(
 
 
 def _list_json(walk: Walk) -> None:
-    # written piece by piece: there may be millions
-    comma = ""
+    # written page by page: there may be millions
     echo('{"jobs": [', nl=False)
+    comma = ""
     for jobs in walk:
-        for one in jobs:
-            echo(comma, nl=False)
-            print_json(job_facts(one), nl=False)
-            comma = ", "
-    echo('], "after": ', nl=False)
-    print_json(walk.after, nl=False)
-    echo("}")
+        echo(comma + ", ".join(as_json(job_facts(one)) for one in jobs), nl=False)
+        comma = ", "
+    echo(f'], "after": {as_json(walk.after)}}}')
 
 
 def _list_table(walk: Walk) -> None:
@@ -99,9 +95,9 @@ def _list_table(walk: Walk) -> None:
 @click.pass_context
 def show(context: click.Context, target: Target, words: tuple[str, ...]) -> None:
     """Show all that is known of jobs; exit code 3 when one is not found."""
-    found, missing = [], []
+    ids, found, missing = parse_ids(words), [], []
     with target.client() as client:
-        for job_id in parse_ids(words):
+        for job_id in ids:
             try:
                 found.append(client.get(job_id))
             except JobNotFound:

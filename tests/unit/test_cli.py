@@ -144,9 +144,9 @@ def test_away_from_a_terminal_nothing_is_cut(capsys: pytest.CaptureFixture[str])
         ["1", "short", "failed", "{}"],
         ["22", "東京" * 30, "running", r"x\x1b[2J"],
     ]
-    assert {width_of(line[: line.index(word)]) for line, word in zip(lines, ("state", "failed", "running"), strict=True)} == {
-        4 + 120 + 2
-    }
+    assert {
+        width_of(line[: line.index(word)]) for line, word in zip(lines, ("state", "failed", "running"), strict=True)
+    } == {4 + 120 + 2}
 
 
 def on_terminal(monkeypatch: pytest.MonkeyPatch, columns: int, call: Callable[[], None]) -> str:
