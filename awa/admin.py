@@ -1,27 +1,44 @@
-"""What operators do: looking at jobs and queues; retrying, reprioritising and moving jobs."""
+"""What operators do: looking at jobs and queues, changing where jobs wait, pausing, limiting and clearing queues."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from enum import Enum
+from typing import Final
 
 from psycopg import Connection
 
 from awa import options
 from awa.errors import ValidationError
 from awa.job import JobState
-from awa.storage import control, listing, queues
+from awa.limits import LIMITS, RateLimit, check_limit_of
+from awa.storage import control, listing, queue_control, queues
 from awa.storage.connection import repeated
 from awa.storage.control import Controlled
 from awa.storage.listing import JobPage, Position
+from awa.storage.queue_control import Purged, QueueInfo
 from awa.storage.queues import Count
 from awa.storage.schema import Schema
 from awa.storage.snapshot import one_snapshot
 
-__all__ = ["MOST_LISTED", "Admin", "Count", "JobPage"]
+__all__ = ["MOST_LISTED", "UNSAID", "Admin", "Count", "JobPage", "Purged", "QueueInfo", "Unsaid"]
 
 MOST_LISTED = 1_000
 """Most jobs of a page."""
+
+
+class Unsaid(Enum):
+    """The argument that was not given, where None means something."""
+
+    UNSAID = "unsaid"
+
+    def __repr__(self) -> str:
+        return "UNSAID"
+
+
+UNSAID: Final = Unsaid.UNSAID
+"""Leave it as it is."""
 
 
 class Admin:
@@ -103,6 +120,164 @@ class Admin:
         with self._connection() as conn, one_snapshot(conn, self._schema) as look:
             return queues.count_jobs(look, queue)
 
+    # --- queues -----------------------------------------------------------------------------------------------------
+
+    def list_queues(self) -> list[QueueInfo]:
+        """Every queue that has jobs, of which something was said, or that a worker serves; by name.
+
+        All of one moment; counted as :meth:`queue_counts` does.
+        """
+        with self._connection() as conn, one_snapshot(conn, self._schema) as look:
+            return queue_control.list_queues(look)
+
+    def get_queue(self, name: str) -> QueueInfo:
+        """One queue: its counts, its limits and where they come from, and whether it is paused.
+
+        Raises:
+            QueueNotFound: It has no jobs, nothing was said of it, and no worker serves it.
+            ValidationError: *name* can be no queue's name; nothing was sent.
+        """
+        name = options.check_queue(name, "name")
+        with self._connection() as conn, one_snapshot(conn, self._schema) as look:
+            return queue_control.get_queue(look, name)
+
+    def pause_queue(self, name: str, *, by: str | None = None, reason: str | None = None) -> QueueInfo:
+        """Have no job of a queue start, at any worker, until it is resumed. It need not have jobs yet.
+
+        Jobs go on being inserted, and running ones end. Once this returns no claim is open that began before it: what
+        does not run by then does not start. Pausing again keeps the time and writes *by* and *reason* anew.
+
+        Args:
+            by: Who says so, up to 200 characters.
+            reason: Why, up to 1,000 characters.
+
+        Raises:
+            QueueBusy: It is paused, but a claim that began before has been open for ten seconds. Or somebody else held
+                what is said of the queue for two, and nothing was changed; the message tells.
+            ValidationError: An argument cannot be stored; nothing was sent.
+        """
+        name, by, reason = options.check_queue(name, "name"), options.check_by(by), options.check_reason(reason)
+        with self._connection() as conn:
+            queue_control.pause_queue(conn, self._schema, name, by=by, reason=reason)
+        return self.get_queue(name)
+
+    def resume_queue(self, name: str) -> QueueInfo:
+        """Let a queue go on, and wake its workers; nothing happens when it is not paused.
+
+        Raises:
+            QueueNotFound: Nothing is known of it.
+            QueueBusy: Somebody else held what is said of it for two seconds; nothing was changed.
+            ValidationError: *name* can be no queue's name; nothing was sent.
+        """
+        name = options.check_queue(name, "name")
+        with self._connection() as conn:
+            queue_control.resume_queue(conn, self._schema, name)
+        return self.get_queue(name)
+
+    def set_limits(
+        self,
+        name: str,
+        *,
+        by: str | None = None,
+        max_running: int | Unsaid | None = UNSAID,
+        rate_limit: RateLimit | Unsaid | None = UNSAID,
+        max_running_per_key: int | Unsaid | None = UNSAID,
+    ) -> QueueInfo:
+        """Set limits of a queue, whatever code declares, from the next claim on; what runs already runs on.
+
+        A limit that is not given stays as it is; None says that there is none.
+
+        Args:
+            by: Who says so, up to 200 characters.
+            max_running: Most attempts of the queue that are open at once, of all workers.
+            rate_limit: How many of its attempts may start in a time.
+            max_running_per_key: Most attempts at once of jobs with the same ``concurrency_key``.
+
+        Raises:
+            QueueBusy: Claims were in the way for a second; nothing was changed, try again.
+            ValidationError: None is given, or one cannot be meant; nothing was sent.
+        """
+        name, by = options.check_queue(name, "name"), options.check_by(by)
+        given = {"max_running": max_running, "rate_limit": rate_limit, "max_running_per_key": max_running_per_key}
+        said: dict[str, int | RateLimit | None] = {
+            limit: None if value is None else check_limit_of(limit, value)
+            for limit, value in given.items()
+            if value is not UNSAID
+        }
+        if not said:
+            text = f"limits are not given: say at least one of {', '.join(LIMITS)}, None for no such limit"
+            raise ValidationError(text, path="limits", limit=LIMITS)
+        with self._connection() as conn:
+            repeated(lambda: queue_control.limit_queue(conn, self._schema, name, said, by=by))
+        return self.get_queue(name)
+
+    def clear_limits(self, name: str, *names: str, by: str | None = None) -> QueueInfo:
+        """Take back what :meth:`set_limits` has set: what code declares holds again.
+
+        Args:
+            names: Of these limits only; none: of all.
+            by: Who says so, up to 200 characters.
+
+        Raises:
+            QueueNotFound: Nothing is known of the queue.
+            QueueBusy: Claims were in the way for a second; nothing was changed, try again.
+            ValidationError: An argument cannot be meant; nothing was sent.
+        """
+        name, by = options.check_queue(name, "name"), options.check_by(by)
+        for position, limit in enumerate(names):
+            if limit not in LIMITS:
+                text = f"names[{position}] must be one of {', '.join(LIMITS)}, got {_shown(limit)}"
+                raise ValidationError(text, path=f"names[{position}]", value=limit, limit=LIMITS)
+        with self._connection() as conn:
+            repeated(lambda: queue_control.limit_queue(conn, self._schema, name, {}, cleared=names or LIMITS, by=by))
+        return self.get_queue(name)
+
+    def count_waiting(self, name: str) -> int:
+        """How many jobs of a queue :meth:`cancel_waiting` would cancel now: all that are neither running nor ended.
+
+        Counted one by one, at about a million in a second.
+
+        Raises:
+            ValidationError: *name* can be no queue's name; nothing was sent.
+        """
+        name = options.check_queue(name, "name")
+        with self._connection() as conn, one_snapshot(conn, self._schema) as look:
+            return queue_control.count_waiting(look, name)
+
+    def cancel_waiting(self, name: str, *, reason: str | None = None) -> int:
+        """Cancel every job of a queue that is neither running nor ended; returns how many.
+
+        In steps of up to 500 jobs, each a transaction, with all that follows (follow-ups, unique keys). Jobs that are
+        inserted meanwhile stay, and so do running ones. Workers go on beside it, unless the queue is paused.
+
+        Args:
+            reason: Why, for the jobs' histories, up to 1,000 characters.
+
+        Raises:
+            QueueBusy: Some jobs, or the queue, were held by others for five seconds; ``.done`` jobs were cancelled.
+            ValidationError: An argument cannot be meant; nothing was sent.
+        """
+        name, reason = options.check_queue(name, "name"), options.check_reason(reason)
+        with self._connection() as conn:
+            return queue_control.cancel_waiting(conn, self._schema, name, reason=reason)
+
+    def purge_queue(self, name: str) -> Purged:
+        """Delete every job of a queue that is neither running nor completed, with its history; returns how many.
+
+        In steps of up to 500 jobs, each a transaction. Nothing runs because of it; who waits for the result of one gets
+        :class:`awa.JobNotFound`, and jobs that run after one treat it as failed. Jobs that are inserted meanwhile stay.
+        Completed jobs stay until their retention is over.
+
+        Raises:
+            QueueBusy: Some jobs, or the queue, were held by others for five seconds; ``.done`` jobs were deleted.
+            ValidationError: *name* can be no queue's name; nothing was sent.
+        """
+        name = options.check_queue(name, "name")
+        with self._connection() as conn:
+            return queue_control.purge_queue(conn, self._schema, name)
+
+    # --- jobs -------------------------------------------------------------------------------------------------------
+
     def retry(self, job_id: int) -> Controlled:
         """Make a job available again, as :meth:`awa.Client.retry` does."""
         job_id = options.check_job_id(job_id)
@@ -147,18 +322,22 @@ class Admin:
 def _check_state(state: object) -> JobState:
     names = ", ".join(JobState)
     if not isinstance(state, str) or state not in list(JobState):
-        shown = ascii(state) if isinstance(state, str) and len(state) <= 60 else f"a {type(state).__name__}"
-        raise ValidationError(f"state must be one of {names}, got {shown}", path="state", value=state, limit=names)
+        raise ValidationError(
+            f"state must be one of {names}, got {_shown(state)}", path="state", value=state, limit=names
+        )
     return JobState(state)
 
 
 def _check_after(after: object, state: JobState | None) -> Position:
     position = Position.read(after) if isinstance(after, str) else None
     if position is None or (state is not None and position.state != state):
-        shown = ascii(after) if isinstance(after, str) and len(after) <= 60 else f"a {type(after).__name__}"
         raise ValidationError(
-            f"after must be what a page of {state or 'all'} jobs had as its after, got {shown}: begin with None",
+            f"after must be what a page of {state or 'all'} jobs had as its after, got {_shown(after)}: begin with None",
             path="after",
             value=after,
         )
     return position
+
+
+def _shown(value: object) -> str:
+    return ascii(value) if isinstance(value, str) and len(value) <= 60 else f"a {type(value).__name__}"

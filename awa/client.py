@@ -15,6 +15,7 @@ from awa.errors import ConfigError, JobFailed, ResultNotKept
 from awa.insert import Defaults, Inserted, Options, Parents, Producer, override
 from awa.job import JobId, JobState, as_seconds
 from awa.lent import AsyncLent, Lent
+from awa.limits import Limits, RateLimit
 from awa.registry import Registry, Task, TaskOptions, check_hook
 from awa.retry import RetryPolicy
 from awa.storage import control, jobs
@@ -170,6 +171,32 @@ class Client:
             return task
 
         return declare
+
+    def queue(
+        self,
+        name: str,
+        *,
+        max_running: int | None = None,
+        rate_limit: RateLimit | None = None,
+        max_running_per_key: int | None = None,
+    ) -> None:
+        """Declare the limits of a queue, which hold for all workers together.
+
+        A worker stores the declarations as it starts, so the worker that starts last decides. What an operator sets
+        (``client.admin.set_limits``) goes before them. Without limits: the queue has none.
+
+        Args:
+            name: The queue.
+            max_running: Most attempts of it that are open at once.
+            rate_limit: How many of its attempts may start in a time.
+            max_running_per_key: Most attempts at once of jobs with the same ``concurrency_key``.
+
+        Raises:
+            ConfigError: One of them cannot work, or something else was declared about the queue before.
+        """
+        said = {"max_running": max_running, "rate_limit": rate_limit, "max_running_per_key": max_running_per_key}
+        limits = options.declared(lambda given: Limits(**given), said)
+        self.registry.add_queue(options.declared(options.check_queue, name), limits)
 
     def on_worker_start(self, hook: H) -> H:
         """Have every worker call *hook* before its first claim; what it raises keeps the worker from starting.

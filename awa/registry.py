@@ -14,6 +14,7 @@ from awa import job as jobs
 from awa._core import derive_kind
 from awa.args import Codec, FunctionCodec, codec_for, parameter_hints, result_dumper, signature_of
 from awa.errors import ConfigError, DuplicateKind, UnknownKind
+from awa.limits import Limits
 from awa.options import (
     check_flag,
     check_kind,
@@ -190,6 +191,7 @@ class Registry:
     def __init__(self) -> None:
         self._by_kind: dict[str, Task[..., Any]] = {}
         self._by_type: dict[Any, list[Task[..., Any]]] = {}
+        self._queues: dict[str, Limits] = {}
 
     def add(self, task: Task[..., Any]) -> None:
         """Register *task* under its kind and its aliases.
@@ -210,6 +212,23 @@ class Registry:
             self._by_kind[kind] = task
         if task.is_typed and not _is_untyped_mapping(task.args_type):
             self._by_type.setdefault(task.args_type, []).append(task)
+
+    def add_queue(self, name: str, limits: Limits) -> None:
+        """Register what is declared about a queue.
+
+        Raises:
+            ConfigError: Something else was declared about it before; that stays.
+        """
+        before = self._queues.setdefault(name, limits)
+        if before != limits:
+            raise ConfigError(
+                f"queue {name!a} is declared with {before} and with {limits}: declare it once, with all its limits"
+            )
+
+    @property
+    def queues(self) -> dict[str, Limits]:
+        """The queues about which anything is declared, by name."""
+        return dict(self._queues)
 
     def find(self, kind: str) -> Task[..., Any] | None:
         """The task for *kind*, which may be an alias."""

@@ -303,6 +303,10 @@ BEGIN
                   FROM entry e LEFT JOIN ordering o ON o.ordering = e.ordering) e
     ), room AS MATERIALIZED (
         SELECT k.key,
+               -- with the key in hand: as many as the limit leaves beside those that run, since it may have been lowered
+               p_limit - (SELECT count(*) FROM awa.grants g
+                           WHERE g.queue = p_queue AND g.scope = 'key' AND g.key = k.key AND g.claim_id > 0
+                             AND NOT awa.is_over(g, true)) AS in_hand,
                CASE WHEN EXISTS (SELECT FROM awa.waiting_jobs w
                                   WHERE w.queue = p_queue AND w.waits_for = 'key' AND w.waits_for IN ('key', 'order')
                                     AND w.wait_key = k.key) THEN 0
@@ -312,10 +316,11 @@ BEGIN
           FROM (SELECT DISTINCT e.key FROM in_order e WHERE e.key IS NOT NULL AND e.may AND p_limit IS NOT NULL) k
     ), judged AS (
         SELECT e.place, CASE WHEN NOT e.may THEN 'order'
-                             WHEN e.key IS NULL OR p_limit IS NULL OR e.has_key THEN NULL
-                             WHEN row_number() OVER (PARTITION BY e.key, e.may, e.has_key ORDER BY e.place) > e.free
+                             WHEN e.key IS NULL OR p_limit IS NULL THEN NULL
+                             WHEN row_number() OVER (PARTITION BY e.key, e.may, e.has_key ORDER BY e.place)
+                                  > CASE WHEN e.has_key THEN e.in_hand ELSE e.free END
                              THEN 'key' END AS why
-          FROM (SELECT e.*, t.free,
+          FROM (SELECT e.*, t.free, t.in_hand,
                        EXISTS (SELECT FROM mine m WHERE m.scope = 'key' AND m.key = e.key AND m.id = e.id) AS has_key
                   FROM in_order e LEFT JOIN room t ON t.key = e.key) e
     )
@@ -408,7 +413,15 @@ DECLARE
     v_now timestamptz := clock_timestamp();
     r record;
 BEGIN
-    WITH entry AS MATERIALIZED (
+    WITH lost AS (            -- of a key that more had in hand than may by now: they come first again
+        DELETE FROM awa.grants g
+         USING unnest(p_slots, p_lanes, p_xids, p_entries, p_whys) AS a(slot, lane, xid, entry_id, why)
+         CROSS JOIN LATERAL (SELECT j.id FROM awa.jobs j
+                              WHERE j.slot = a.slot AND j.queue = p_queue AND j.lane = a.lane AND j.xid = a.xid
+                                AND j.entry_id = a.entry_id LIMIT 1) j
+         WHERE a.why = 'key' AND g.id = j.id AND g.queue = p_queue AND g.scope = 'key' AND g.claim_id = 0
+        RETURNING g.id
+    ), entry AS MATERIALIZED (
         SELECT a.n, a.why, left(CASE a.why WHEN 'kind' THEN j.kind WHEN 'key' THEN j.concurrency_key
                                            WHEN 'order' THEN j.ordering_key END, 201) AS wait_key,
                j.*
@@ -426,10 +439,11 @@ BEGIN
          WHERE e.why IN ('key', 'kind') AND e.ordering_key IS NOT NULL
             ON CONFLICT (queue, scope, key, id) DO UPDATE SET is_over = false
     )
-    INSERT INTO awa.waiting_jobs (id, created_at, priority, attempt, max_attempts, timeout_ms, state, waits_for, wait_key,
-                                  queue, kind, args, metadata, tags, concurrency_key, ordering_key, unique_key,
+    INSERT INTO awa.waiting_jobs (id, seq, created_at, priority, attempt, max_attempts, timeout_ms, state, waits_for,
+                                  wait_key, queue, kind, args, metadata, tags, concurrency_key, ordering_key, unique_key,
                                   expires_at, follow_ups, history)
-    SELECT e.id, coalesce(e.created_at, e.available_at), e.priority, e.attempt, e.max_attempts, e.timeout_ms,
+    SELECT e.id, CASE WHEN e.id IN (SELECT l.id FROM lost l) THEN e.id ELSE nextval('awa.entry_id_seq') END,
+           coalesce(e.created_at, e.available_at), e.priority, e.attempt, e.max_attempts, e.timeout_ms,
            'available', e.why, e.wait_key, e.queue, e.kind, e.args, e.metadata, e.tags, e.concurrency_key,
            e.ordering_key, e.unique_key, e.expires_at, e.follow_ups, e.history
       FROM (SELECT * FROM entry ORDER BY n) e;

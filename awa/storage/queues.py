@@ -205,7 +205,9 @@ COUNT_PAGES = """
 Counts = dict[tuple[str, str], int]
 """By queue and state."""
 
-_WAITING = ("scheduled", "available", "retryable", "waiting_external")
+WAITING_STATES = ("scheduled", "available", "retryable", "waiting_external")
+"""States of the rows of waiting_jobs."""
+
 _ENDED = ("failed", "cancelled")
 
 
@@ -217,7 +219,7 @@ def count_jobs(look: Look, queue: str | None) -> dict[str, dict[JobState, Count]
     """
     queues = [name for (name,) in look.rows(LIST_QUEUES)] if queue is None else [queue]
     limit = EXACT_LIMIT + 1
-    waiting = _counts(look.rows(COUNT_WAITING, queues=queues, states=list(_WAITING), limit=limit))
+    waiting = _counts(look.rows(COUNT_WAITING, queues=queues, states=list(WAITING_STATES), limit=limit))
     ended = _counts(look.rows(COUNT_ENDED, queues=queues, states=list(_ENDED), limit=limit))
     available = _counts(look.rows(COUNT_AVAILABLE, queues=queues, limit=limit))
     open_claims = look.rows(COUNT_RUNNING, queues=queues, limit=limit)

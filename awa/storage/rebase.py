@@ -283,7 +283,8 @@ BEGIN_ANEW = """
 # Whatever became of the rows that say who has a key: whoever waits for one is looked at by the next claim.
 LOOK_AT_KEYS = """
     INSERT INTO awa.grants (queue, scope, key, id, is_over)
-    SELECT DISTINCT w.queue, w.waits_for, w.wait_key, 0, true FROM awa.waiting_jobs w WHERE w.waits_for IN ('key', 'order')
+    SELECT DISTINCT w.queue, w.waits_for, w.wait_key, 0, true
+      FROM awa.waiting_jobs w WHERE w.waits_for IN ('key', 'order')
         ON CONFLICT DO NOTHING
 """
 

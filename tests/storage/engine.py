@@ -102,7 +102,8 @@ def insert(
 ) -> list[int]:
     """The ids of new jobs, written in one statement; each number is the ``n`` of a job's args."""
     rows = conn.execute(
-        "INSERT INTO awa.jobs (queue, kind, lane, priority, max_attempts, concurrency_key, ordering_key, expires_at, args)"
+        "INSERT INTO awa.jobs (queue, kind, lane, priority, max_attempts, concurrency_key, ordering_key, expires_at,"
+        " args)"
         " SELECT %s, %s, 2 * %s + 1, %s, %s, %s, %s, %s, json_build_object('n', n)"
         "   FROM unnest(%s::integer[]) WITH ORDINALITY u(n, o) ORDER BY o"
         " RETURNING id",

@@ -44,7 +44,8 @@ def limit(conn: Conn, queue: str = "q", **limits: Any) -> None:
     with transaction(conn):
         conn.execute("SELECT pg_advisory_xact_lock(hashtextextended('awa.queue:' || %s, 0))", (queue,))
         conn.execute(
-            "INSERT INTO awa.queue_meta (queue, max_running, rate, burst, max_running_per_key) VALUES (%s, %s, %s, %s, %s)"
+            "INSERT INTO awa.queue_meta (queue, max_running, rate, burst, max_running_per_key)"
+            " VALUES (%s, %s, %s, %s, %s)"
             " ON CONFLICT (queue) DO UPDATE SET max_running = excluded.max_running, rate = excluded.rate,"
             " burst = excluded.burst, max_running_per_key = excluded.max_running_per_key",
             (queue, *values),
@@ -232,7 +233,7 @@ def test_a_rate_gives_its_burst_and_then_tells_when_to_come_again(conn: Conn) ->
 def test_tokens_come_back_with_time_and_no_more_than_the_burst(conn: Conn) -> None:
     """Rule: refilled by the time since the newest claim, up to the burst."""
     runtime = register(conn)
-    limit(conn, rate=10.0, burst=4)
+    limit(conn, rate=0.01, burst=4)
     insert(conn, *range(40))
     assert len(claim(conn, runtime).members) == 4
 
@@ -243,12 +244,12 @@ def test_tokens_come_back_with_time_and_no_more_than_the_burst(conn: Conn) -> No
             (seconds,),
         )
 
-    pass_time(0.25)
+    pass_time(250.0)
     assert len(claim(conn, runtime).members) == 2
-    pass_time(3600.0)
+    pass_time(3.6e6)
     assert len(claim(conn, runtime).members) == 4
-    limit(conn, rate=10.0, burst=2)
-    pass_time(3600.0)
+    limit(conn, rate=0.01, burst=2)
+    pass_time(3.6e6)
     assert len(claim(conn, runtime).members) == 2
 
 
