@@ -16,7 +16,7 @@ from awa.cli.filters import Walk, parse_filter, parse_ids
 from awa.cli.output import as_json, echo, print_json, safe
 from awa.cli.shown import JobTable, job_facts, print_job
 from awa.cli.target import Target, refuse_address, with_target
-from awa.cli.values import Duration, Instant, JsonObject
+from awa.cli.values import duration, instant, json_object
 from awa.client import Client
 from awa.errors import JobNotFound
 from awa.job import JobState
@@ -121,14 +121,12 @@ def show(context: click.Context, target: Target, words: tuple[str, ...]) -> None
 @click.option("--queue", metavar="NAME", help="Where it waits.")
 @click.option("--priority", type=int, metavar="1-4", help="1 runs first.")
 @click.option("--max-attempts", type=int, metavar="N", help="1 to 1000.")
-@click.option(
-    "--timeout", type=Duration(), metavar="TIME", help="What an attempt may take: 90, 15min, 2h; 0: no limit."
-)
-@click.option("--run-at", type=Instant(), metavar="TIME", help="Not before: 2026-12-24T18:00:00+01:00.")
-@click.option("--delay", type=Duration(), metavar="TIME", help="Not before so long from now.")
-@click.option("--expires-at", type=Instant(), metavar="TIME", help="Not to be started after this; cancelled instead.")
+@click.option("--timeout", type=duration, metavar="TIME", help="What an attempt may take: 90, 15min, 2h; 0: no limit.")
+@click.option("--run-at", type=instant, metavar="TIME", help="Not before: 2026-12-24T18:00:00+01:00.")
+@click.option("--delay", type=duration, metavar="TIME", help="Not before so long from now.")
+@click.option("--expires-at", type=instant, metavar="TIME", help="Not to be started after this; cancelled instead.")
 @click.option("--tag", "tags", multiple=True, metavar="TAG", help="For finding it again; repeatable.")
-@click.option("--metadata", type=JsonObject(), metavar="JSON", help="An object that travels along.")
+@click.option("--metadata", type=json_object, metavar="JSON", help="An object that travels along.")
 @click.option("--concurrency-key", metavar="KEY", help="Of those with the same, only so many run at once.")
 @click.option("--ordering-key", metavar="KEY", help="Those with the same run one after the other.")
 @click.option("--after", type=int, multiple=True, metavar="ID", help="Run after this job has completed; repeatable.")
@@ -149,7 +147,7 @@ def insert(
     worker knows the kind and whether the args fit it.
     """
     text = sys.stdin.read() if args == "-" else args
-    values = JsonObject()(text, None, click.get_current_context())
+    values = json_object(text)
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     options |= {name: value for name, value in (("tags", tags), ("after", after)) if value}
     with target.client() if app is None else target.client_of(app) as client:
@@ -175,9 +173,9 @@ def _checked_args(client: Client, kind: str, values: dict[str, Any]) -> Any:
 
 def _ids_or_filter(verb: str) -> Callable[..., Any]:
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        command = asking_options(with_target(command))
         every = click.option("--all", "takes_all", is_flag=True, help=f"{verb} every job that this can be done to.")
-        return every(_words("[ID|FILTER]...")(command))
+        decorated: Callable[..., Any] = _words("[ID|FILTER]...")(every(asking_options(with_target(command))))
+        return decorated
 
     return decorate
 

@@ -10,7 +10,7 @@ import click
 from awa.cli.asking import ask, asking_options, check_answerable
 from awa.cli.output import Cell, Column, Table, echo, facts, local_time, plain, print_facts, print_json, safe, styled
 from awa.cli.target import Target, refuse_address, this_user, with_target
-from awa.cli.values import Most, Rate, rate_text
+from awa.cli.values import most, rate, rate_text
 from awa.job import JobState
 from awa.limits import Limits, RateLimit
 from awa.options import check_queue, check_reason
@@ -182,7 +182,8 @@ def cancel_waiting(target: Target, name: str, reason: str | None, is_sure: bool,
                     target, name, {"waiting": count}, f"would cancel {_jobs(count, 'waiting')} of queue {safe(name)}"
                 )
                 return
-            ask(f"Cancel {_jobs(count, 'waiting')} of queue {safe(name)}?")
+            if count:
+                ask(f"Cancel {_jobs(count, 'waiting')} of queue {safe(name)}?")
         cancelled = client.admin.cancel_waiting(name, reason=reason)
     if target.as_json:
         print_json({"queue": name, "cancelled": cancelled})
@@ -209,7 +210,8 @@ def purge(target: Target, name: str, is_sure: bool, is_dry: bool) -> None:
             if is_dry:
                 _would(target, name, {"waiting": waiting, "ended": ended}, f"would delete {text}")
                 return
-            ask(f"Delete {text}?")
+            if waiting.value or ended.value:
+                ask(f"Delete {text}?")
         purged = client.admin.purge_queue(name)
     if target.as_json:
         print_json({"queue": name, "waiting": purged.waiting, "ended": purged.ended})
@@ -237,9 +239,9 @@ def _would(target: Target, name: str, counts: dict[str, int | Count], text: str)
 
 @queue.command()
 @_name
-@click.option("--max-running", type=Most(), metavar="N|none", help="Attempts at once, of all workers together.")
-@click.option("--rate-limit", type=Rate(), metavar="RATE|none", help="Attempts in a time: 50/s, 100/min:burst=20.")
-@click.option("--max-per-key", type=Most(), metavar="N|none", help="Attempts at once with the same concurrency_key.")
+@click.option("--max-running", type=most, metavar="N|none", help="Attempts at once, of all workers together.")
+@click.option("--rate-limit", type=rate, metavar="RATE|none", help="Attempts in a time: 50/s, 100/min:burst=20.")
+@click.option("--max-per-key", type=most, metavar="N|none", help="Attempts at once with the same concurrency_key.")
 @click.option(
     "--clear",
     "cleared",
@@ -249,15 +251,15 @@ def _would(target: Target, name: str, counts: dict[str, int | Count], text: str)
 )
 @_by
 @with_target
-@click.pass_context
 def limits(
-    context: click.Context, target: Target, name: str, cleared: tuple[str, ...], by: str | None, **given: Any
+    target: Target, name: str, cleared: tuple[str, ...], by: str | None, **given: int | RateLimit | None
 ) -> None:
     """Show a queue's limits, or override what code declares about them, at once and for all workers.
 
     What is not given stays as it is; none means that there is no such limit, whatever code says.
     """
-    said = {
+    context = click.get_current_context()
+    said: dict[str, Any] = {
         LIMITS[option.replace("_", "-")]: value
         for option, value in given.items()
         if context.get_parameter_source(option) is not click.core.ParameterSource.DEFAULT

@@ -22,8 +22,7 @@ from awa.cli import main
 from awa.cli.filters import Filter, parse_filter, parse_ids
 from awa.cli.output import Column, Table, cut, pad, plain, print_json, safe, short, width_of
 from awa.cli.target import describe
-from awa.cli.values import Duration, Instant, JsonObject, Most, Rate, rate_text
-from awa.errors import ValidationError
+from awa.cli.values import duration, instant, json_object, most, rate, rate_text
 from awa.job import JobState
 from awa.limits import RateLimit
 
@@ -207,31 +206,31 @@ def test_an_output_without_the_character_gets_its_number(monkeypatch: pytest.Mon
     ("typed", "seconds"), [("90", 90), ("1.5s", 1.5), ("15min", 900), ("2 h", 7200), ("1d", 86400), ("3m", 180)]
 )
 def test_durations(typed: str, seconds: float) -> None:
-    assert Duration().convert(typed, None, None) == seconds
+    assert duration(typed) == seconds
 
 
 @pytest.mark.parametrize(
-    ("kind", "typed"),
+    ("read", "typed"),
     [
-        *((Duration(), text) for text in ("", "-1", "1y", "inf", "nan", "1e3", "٣")),
-        *((Instant(), text) for text in ("tomorrow", "2026-12-24T18:00:00", "")),
-        *((JsonObject(), text) for text in ("{", "[]", "1", '{"a": NaN}', "", "[" * 100_000)),
-        *((Most(), text) for text in ("-1", "x", "1.5", "", "None")),
-        *((Rate(), text) for text in ("50", "/s", "50/", "50/y", "-5/s", "5/s:burst=", "5/s burst=2", "nan/s")),
+        *((duration, text) for text in ("", "-1", "1y", "inf", "nan", "1e3", "٣")),
+        *((instant, text) for text in ("tomorrow", "2026-12-24T18:00:00", "")),
+        *((json_object, text) for text in ("{", "[]", "1", '{"a": NaN}', "", "[" * 100_000)),
+        *((most, text) for text in ("-1", "x", "1.5", "", "None")),
+        *((rate, text) for text in ("50", "/s", "50/", "50/y", "-5/s", "5/s:burst=", "5/s burst=2", "nan/s")),
     ],
 )
-def test_values_that_cannot_be_meant_are_usage_errors(kind: click.ParamType, typed: str) -> None:
-    with pytest.raises(click.UsageError):
-        kind.convert(typed, None, None)
+def test_values_that_cannot_be_meant_are_usage_errors(read: Callable[[str], object], typed: str) -> None:
+    with pytest.raises(click.BadParameter):
+        read(typed)
 
 
 def test_an_instant_has_a_zone() -> None:
     at = datetime(2026, 12, 24, 17, tzinfo=UTC)
-    assert {Instant().convert(text, None, None) for text in ("2026-12-24T17:00:00Z", "2026-12-24T18:00+01:00")} == {at}
+    assert {instant(text) for text in ("2026-12-24T17:00:00Z", "2026-12-24T18:00+01:00")} == {at}
 
 
 @pytest.mark.parametrize(
-    ("typed", "rate", "shown"),
+    ("typed", "expected", "shown"),
     [
         ("50/s", RateLimit(50), "50/s"),
         ("100/min:burst=20", RateLimit(100, per=60, burst=20), "100/min:burst=20"),
@@ -242,23 +241,23 @@ def test_an_instant_has_a_zone() -> None:
         ("none", None, ""),
     ],
 )
-def test_rates(typed: str, rate: RateLimit | None, shown: str) -> None:
-    found = Rate().convert(typed, None, None)
-    assert found == rate
+def test_rates(typed: str, expected: RateLimit | None, shown: str) -> None:
+    found = rate(typed)
+    assert found == expected
     if found is not None:
         assert rate_text(found) == shown
 
 
 @given(st.integers(1, 1000), st.integers(1, 86_400), st.integers(1, 1000))
 def test_a_rate_is_shown_as_it_is_read(count: int, per: int, burst: int) -> None:
-    rate = RateLimit(count, per=per, burst=burst)
-    assert Rate().convert(rate_text(rate), None, None) == rate
+    limit = RateLimit(count, per=per, burst=burst)
+    assert rate(rate_text(limit)) == limit
 
 
 def test_a_rate_that_cannot_hold_says_why() -> None:
-    with pytest.raises(ValidationError, match="count"):
-        Rate().convert("0/s", None, None)
-    assert Most().convert("none", None, None) is None and Most().convert("7", None, None) == 7
+    with pytest.raises(click.BadParameter, match="count"):
+        rate("0/s")
+    assert most("none") is None and most("7") == 7
 
 
 # --- what is refused before anything is connected to
