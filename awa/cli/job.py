@@ -18,7 +18,7 @@ from awa.cli.shown import JobTable, job_facts, print_job
 from awa.cli.target import Target, refuse_address, with_target
 from awa.cli.values import duration, instant, json_object
 from awa.client import Client
-from awa.errors import JobNotFound
+from awa.errors import JobNotFound, ValidationError
 from awa.job import JobState
 from awa.options import AFTER_FAILED, check_priority, check_queue, check_reason
 
@@ -89,7 +89,7 @@ def _list_table(walk: Walk) -> None:
         echo("no job fits", err=True)
 
 
-@job.command()
+@job.command(short_help="Show all that is known of jobs.")
 @_words("ID...", is_required=True)
 @with_target
 @click.pass_context
@@ -167,8 +167,14 @@ def _checked_args(client: Client, kind: str, values: dict[str, Any]) -> Any:
     if task is None:
         known = ", ".join(map(safe, client.registry.kinds)) or "none"
         raise click.UsageError(f"the application has no task of kind {safe(kind)}: it has {known}")
-    # a plain function's are checked by the insert
-    return task.codec.load(json.dumps(values)) if task.is_typed else values
+    if not task.is_typed:
+        return values  # the insert checks them
+    try:
+        return task.codec.load(json.dumps(values))
+    except ValidationError as error:
+        # what a worker says of args that are stored already goes on with whose code is old
+        said = str(error).partition(": this worker's code")[0]
+        raise click.UsageError(f"the args do not fit the task {safe(kind)}: {safe(said)}") from None
 
 
 def _ids_or_filter(verb: str) -> Callable[..., Any]:
@@ -185,10 +191,10 @@ def _run(target: Target, action: bulk.Action, words: tuple[str, ...], **flags: b
     click.get_current_context().exit(code)
 
 
-@job.command()
-@_ids_or_filter("Cancel")
+@job.command(short_help="Cancel jobs, or have running ones told to stop.")
 @click.option("--force", is_flag=True, help="End running attempts at once, instead of telling their handlers.")
 @click.option("--reason", metavar="TEXT", help="Why, for the jobs' history.")
+@_ids_or_filter("Cancel")
 def cancel(target: Target, words: tuple[str, ...], force: bool, reason: str | None, **flags: bool) -> None:
     """Cancel jobs: at once when they are not running, else by telling their handlers.
 
@@ -200,7 +206,7 @@ def cancel(target: Target, words: tuple[str, ...], force: bool, reason: str | No
     _run(target, action, words, **flags)
 
 
-@job.command()
+@job.command(short_help="Run jobs again, from their first attempt on.")
 @_ids_or_filter("Retry")
 def retry(target: Target, words: tuple[str, ...], **flags: bool) -> None:
     """Run jobs again, from their first attempt on: failed and cancelled ones, and now those that wait for a time.
@@ -211,7 +217,7 @@ def retry(target: Target, words: tuple[str, ...], **flags: bool) -> None:
     _run(target, action, words, **flags)
 
 
-@job.command()
+@job.command(short_help="Move jobs to the end of another queue.")
 @click.argument("queue", callback=refuse_address)
 @_ids_or_filter("Move")
 def move(target: Target, queue: str, words: tuple[str, ...], **flags: bool) -> None:
@@ -226,7 +232,7 @@ def move(target: Target, queue: str, words: tuple[str, ...], **flags: bool) -> N
     _run(target, action, words, **flags)
 
 
-@job.command()
+@job.command(short_help="Give jobs another priority.")
 @click.argument("priority", type=int, metavar="PRIORITY")
 @_ids_or_filter("Reprioritise")
 def priority(target: Target, priority: int, words: tuple[str, ...], **flags: bool) -> None:

@@ -52,7 +52,7 @@ def _who(by: str | None) -> str:
     return this_user() if by is None else by
 
 
-@queue.command("list")
+@queue.command("list", short_help="Show every queue, with its jobs by state.")
 @with_target
 def list_(target: Target) -> None:
     """Show every queue of which something is known: its jobs by state, and whether it is paused.
@@ -100,7 +100,7 @@ def _answer(target: Target, info: QueueInfo, text: str) -> None:
         echo(text)
 
 
-@queue.command()
+@queue.command(short_help="Show all that is known of a queue.")
 @_name
 @with_target
 def show(target: Target, name: str) -> None:
@@ -142,7 +142,7 @@ def _print_limits(info: QueueInfo) -> None:
         echo(f"last overridden or cleared {local_time(info.overrides_at)}{by}")
 
 
-@queue.command()
+@queue.command(short_help="Let nothing of a queue start until it is resumed.")
 @_name
 @click.option("--reason", metavar="TEXT", help="Why, for whoever wonders.")
 @_by
@@ -154,7 +154,7 @@ def pause(target: Target, name: str, reason: str | None, by: str | None) -> None
     _answer(target, info, f"queue {safe(name)} is {_status_text(info)}")
 
 
-@queue.command()
+@queue.command(short_help="Let a queue's jobs start again.")
 @_name
 @with_target
 def resume(target: Target, name: str) -> None:
@@ -164,7 +164,7 @@ def resume(target: Target, name: str) -> None:
     _answer(target, info, f"queue {safe(name)} is open")
 
 
-@queue.command("cancel-waiting")
+@queue.command("cancel-waiting", short_help="Cancel every job that is not running.")
 @_name
 @click.option("--reason", metavar="TEXT", help="Why, for the jobs' history.")
 @asking_options
@@ -191,7 +191,7 @@ def cancel_waiting(target: Target, name: str, reason: str | None, is_sure: bool,
         echo(f"cancelled {_jobs(cancelled)} of queue {safe(name)}")
 
 
-@queue.command()
+@queue.command(short_help="Delete what waits, has failed or was cancelled.")
 @_name
 @asking_options
 @with_target
@@ -237,7 +237,7 @@ def _would(target: Target, name: str, counts: dict[str, int | Count], text: str)
         echo(f"{text}; nothing was changed")
 
 
-@queue.command()
+@queue.command(short_help="Show or set limits.")
 @_name
 @click.option("--max-running", type=most, metavar="N|none", help="Attempts at once, of all workers together.")
 @click.option("--rate-limit", type=rate, metavar="RATE|none", help="Attempts in a time: 50/s, 100/min:burst=20.")

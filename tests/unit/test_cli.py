@@ -6,9 +6,11 @@ import io
 import json
 import os
 import pty
+import re
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import click
@@ -337,3 +339,15 @@ def test_the_line_that_tells_the_database_has_no_password() -> None:
 def test_help_fits(arguments: list[str]) -> None:
     done = CliRunner().invoke(main, [*arguments, "--help"])
     assert done.exit_code == 0 and done.stdout.startswith("Usage:")
+
+
+def test_every_command_and_option_is_told() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
+    for name in ("job", "queue"):
+        group = main.get_command(click.Context(main), name)
+        assert isinstance(group, click.Group)
+        for command in group.commands.values():
+            assert re.search(rf"awa {name} {command.name}\b", text), command.name
+            for parameter in command.params:
+                for flag in (flag for flag in parameter.opts if flag.startswith("--")):
+                    assert re.search(rf"{flag}\b", text), f"{command.name} {flag}"
