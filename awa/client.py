@@ -16,7 +16,7 @@ from awa.insert import Defaults, Inserted, Options, Parents, Producer, override
 from awa.job import JobId, JobState, as_seconds
 from awa.lent import AsyncLent, Lent
 from awa.limits import Limits, RateLimit
-from awa.registry import Registry, Task, TaskOptions, check_hook
+from awa.registry import KeyOption, Registry, Task, TaskOptions, check_hook
 from awa.retry import RetryPolicy
 from awa.storage import control, jobs
 from awa.storage.connection import repeated
@@ -129,6 +129,8 @@ class Client:
         fail_on: type[BaseException] | Sequence[type[BaseException]] | None = None,
         unique: Unique | None = None,
         keep_result: bool = False,
+        concurrency_key: KeyOption | None = None,
+        ordering_key: KeyOption | None = None,
     ) -> Callable[[Callable[P, R]], Task[P, R]]:
         """Declare the function below as the handler of a kind of jobs. It stays callable as itself.
 
@@ -146,6 +148,10 @@ class Client:
             unique: What makes its jobs equal, of which there is one at most; an insert may say otherwise.
             keep_result: Keep what the handler returns, for :meth:`result`; a value that is no JSON, or longer than
                 ``max_args_bytes``, fails the job.
+            concurrency_key: What its jobs share, of which a queue runs ``max_running_per_key`` at once: text, or a
+                function that gives it, or None, from a job's args; an insert may say otherwise. The function gets the
+                args as the handler's type; of a plain function, those that it names.
+            ordering_key: Likewise what its jobs share, of which a queue runs one after the other.
 
         Raises:
             ConfigError: The function cannot be a handler, or an option cannot work.
@@ -163,6 +169,8 @@ class Client:
             fail_on=fail_on,
             unique=unique,
             keep_result=keep_result,
+            concurrency_key=concurrency_key,
+            ordering_key=ordering_key,
         )
 
         def declare(func: Callable[P, R]) -> Task[P, R]:
@@ -231,6 +239,9 @@ class Client:
         delay: float | timedelta | None = None,
         tags: Iterable[str] | None = None,
         metadata: dict[str, Any] | None = None,
+        concurrency_key: str | None = None,
+        ordering_key: str | None = None,
+        expires_at: datetime | None = None,
         unique: Unique | Literal[False] | None = None,
         after: Parents | None = None,
         after_failed: str | None = None,
@@ -243,8 +254,9 @@ class Client:
 
         Args:
             args: An instance of a task's args type, ``task.bind(...)``, a NewJob, or a mapping together with *kind*.
-            kind, queue, priority, max_attempts, timeout, run_at, delay, tags, metadata, unique, after, after_failed,
-                on_completed, on_failed, on_cancelled: See :class:`awa.NewJob`.
+            kind, queue, priority, max_attempts, timeout, run_at, delay, tags, metadata, concurrency_key, ordering_key,
+                expires_at, unique, after, after_failed, on_completed, on_failed, on_cancelled: See
+                :class:`awa.NewJob`.
             conn: Whose transaction the job joins: a connection or cursor of psycopg or psycopg2, a Session or
                 Connection of SQLAlchemy, or Django's connection. It is never committed or rolled back here. None
                 writes and commits at once.
@@ -256,7 +268,8 @@ class Client:
             JobNotFound: There is no such job as *after* names, or its history is gone; nothing was inserted.
         """
         given = (
-            kind, queue, priority, max_attempts, timeout, run_at, delay, tags, metadata, unique,
+            kind, queue, priority, max_attempts, timeout, run_at, delay, tags, metadata,
+            concurrency_key, ordering_key, expires_at, unique,
             after, after_failed, on_completed, on_failed, on_cancelled,
         )  # fmt: skip
         item = args if given == _NO_OPTIONS else override(args, dict(zip(_OPTIONS, given, strict=True)))

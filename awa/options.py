@@ -19,9 +19,11 @@ __all__ = [
     "check_burst",
     "check_by",
     "check_delay",
+    "check_expires_at",
     "check_flag",
     "check_job_id",
     "check_job_ids",
+    "check_job_key",
     "check_kind",
     "check_limit",
     "check_max_attempts",
@@ -110,6 +112,11 @@ def check_tag(value: object, path: str = "tag") -> str:
     return _check_name(value, path)
 
 
+def check_job_key(value: object, path: str) -> str:
+    """A ``concurrency_key`` or an ``ordering_key``: text of 1 to 200 characters."""
+    return _check_text(value, path, MAX_NAME, "leave it out for a job that shares nothing")
+
+
 def check_run_at(value: object, path: str = "run_at") -> datetime:
     """An aware datetime within the years 1970 to 9999, in UTC."""
     limit = f"{FIRST_YEAR}-{LAST_YEAR}"
@@ -129,6 +136,20 @@ def check_run_at(value: object, path: str = "run_at") -> datetime:
         instant = None
     if instant is None or not FIRST_YEAR <= instant.year <= LAST_YEAR:
         raise _refused(f"{path} {value.isoformat()} is outside the years {limit}", path, value, limit)
+    return instant
+
+
+def check_expires_at(value: object, run_at: datetime | None = None, path: str = "expires_at") -> datetime:
+    """An aware datetime within the years 1970 to 9999, in UTC, that comes after *run_at*; it may be in the past."""
+    instant = check_run_at(value, path)
+    if run_at is not None and instant <= run_at:
+        raise _refused(
+            f"{path} {instant.isoformat()} must come after run_at {run_at.isoformat()}, or the job never runs: give a "
+            "later one",
+            path,
+            value,
+            run_at,
+        )
     return instant
 
 

@@ -11,6 +11,7 @@ import subprocess
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from itertools import count
 from typing import Any
 
@@ -176,7 +177,12 @@ def test_a_fleet_with_the_least_rights_does_everything(
     key = awa.unique_key("work", {"what": "equal"})
     unique = web.insert({"what": "equal"}, **equal)
     assert web.insert_many([awa.NewJob({"what": "equal"}, **equal), awa.NewJob({}, kind="x")])[0].id == unique.id
-    assert installed.execute("producer", "SELECT id FROM awa.enqueue_v1('x', p_unique_key => %s)", key) == unique.id
+    for version in (1, 2):
+        query = f"SELECT id FROM awa.enqueue_v{version}('x', p_unique_key => %s)"
+        assert installed.execute("producer", query, key) == unique.id
+    keyed: dict[str, Any] = {"kind": "x", "concurrency_key": "c", "expires_at": datetime(2099, 1, 1, tzinfo=UTC)}
+    assert web.insert({}, **keyed).is_new
+    assert web.insert({}, **keyed, delay=1000, ordering_key="o").is_new
     assert web.cancel_by_unique_key(key).id == unique.id
 
     told = web.insert({"what": "wait"}, kind="work")
@@ -395,6 +401,9 @@ WRITES = [
     "SELECT id FROM awa.enqueue_v1('k')",
     "SELECT id FROM awa.enqueue_many_v1('{q}', '{2}', '{k}', '{1}', '{1}', '{NULL}', '{NULL}', '{NULL}', '{NULL}',"
     " '{NULL}', '{NULL}', '{NULL}', '{NULL}', '{NULL}', '{NULL}')",
+    "SELECT id FROM awa.enqueue_v2('k')",
+    "SELECT id FROM awa.enqueue_many_v2('{q}', '{2}', '{k}', '{1}', '{1}', '{NULL}', '{NULL}', '{NULL}', '{NULL}',"
+    " '{NULL}', '{NULL}', '{NULL}', '{NULL}', '{NULL}', '{NULL}', '{c}', '{o}', '{NULL}')",
     "SELECT awa.holder_v1('')",
 ]
 KEYS = [
