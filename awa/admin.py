@@ -332,7 +332,8 @@ def _check_after(after: object, state: JobState | None) -> Position:
     position = Position.read(after) if isinstance(after, str) else None
     if position is None or (state is not None and position.state != state):
         raise ValidationError(
-            f"after must be what a page of {state or 'all'} jobs had as its after, got {_shown(after)}: begin with None",
+            f"after must be what a page of {state or 'all'} jobs had as its after, got {_shown(after)}:"
+            " begin with None",
             path="after",
             value=after,
         )

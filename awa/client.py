@@ -440,7 +440,7 @@ class Client:
             return repeated(lambda: control.cancel_holder(conn, self._schema, key, reason=reason, force=force))
 
     def retry(self, job_id: int) -> Controlled:
-        """Make a job available with all its attempts before it, when it has failed, was cancelled, or waits for its time.
+        """Make a job available, with all its attempts before it, that has failed, was cancelled or waits for its time.
 
         It keeps its id and its history, and comes last in its queue. An ended job takes its unique key again, and does
         not expire any more. Follow-ups are inserted again when it ends again; jobs that were cancelled because of it

@@ -195,6 +195,9 @@ def test_a_fleet_with_the_least_rights_does_everything(
     assert web.cancel(later.id, reason="not now").happened == "cancelled"
     unclaimed = web.insert({}, kind="work", queue="elsewhere")
     assert web.cancel(unclaimed.id).happened == "cancelled"
+    assert web.retry(unclaimed.id).happened == web.retry(unique.id).happened == "retried"
+    assert client.admin.set_priority(unclaimed.id, 1).happened == "reprioritised"
+    assert web.cancel(unclaimed.id).happened == "cancelled"
     moved = web.insert({"what": "moved"}, kind="work", queue="elsewhere")
     assert client.admin.move(moved.id, "default").happened == "moved"
     unknown = web.insert({}, kind="unknown")
@@ -405,6 +408,8 @@ WRITES = [
     "SELECT id FROM awa.enqueue_many_v2('{q}', '{2}', '{k}', '{1}', '{1}', '{NULL}', '{NULL}', '{NULL}', '{NULL}',"
     " '{NULL}', '{NULL}', '{NULL}', '{NULL}', '{NULL}', '{NULL}', '{c}', '{o}', '{NULL}')",
     "SELECT awa.holder_v1('')",
+    "SELECT happened FROM awa.retry_v1(1)",
+    "SELECT happened FROM awa.set_priority_v1(%(job)s, 1)",
 ]
 KEYS = [
     "SELECT key FROM awa.job_uniques",
@@ -422,7 +427,10 @@ def test_no_part_can_do_more(install: Install, schema: str) -> None:
     job = installed.execute("owner", "INSERT INTO awa.jobs (kind) VALUES ('k') RETURNING id")
     refused = {
         "worker": CHANGES,
-        "producer": [*CHANGES, *OTHERS_WORK, READ_ARGS, FORGED_XID, FORGED_SLOT, WRITES[4], WRITES[5], *KEYS],
+        "producer": [
+            *(*CHANGES, *OTHERS_WORK, READ_ARGS, FORGED_XID, FORGED_SLOT),
+            *(WRITES[4], WRITES[5], WRITES[-1], *KEYS),
+        ],
         "reader": [*CHANGES, *OTHERS_WORK, *WRITES, *KEYS[1:3]],
         "nobody": [*CHANGES, *OTHERS_WORK, *WRITES, *KEYS, READ_ARGS, "SELECT id FROM awa.find_job_v2(1)"],
     }
@@ -517,6 +525,7 @@ def test_a_producer_and_a_reader_without_a_right_are_told_what_gives_it(install:
             lambda: web.insert({}, kind="k", conn=lent),
             lambda: web.get(1),
             lambda: web.cancel(1),
+            lambda: web.retry(1),
         ):
             with pytest.raises(awa.PermissionDenied) as caught:
                 insert()
@@ -525,6 +534,7 @@ def test_a_producer_and_a_reader_without_a_right_are_told_what_gives_it(install:
     for forbidden, thing, privilege, part in (
         (lambda: looking.insert({}, kind="k"), "table jobs", "INSERT, SELECT", "producer"),
         (lambda: looking.cancel(1), "function cancel_v1", "EXECUTE", "producer"),
+        (lambda: looking.retry(1), "function retry_v1", "EXECUTE", "producer"),
     ):
         with pytest.raises(awa.PermissionDenied) as caught:
             forbidden()
@@ -537,6 +547,8 @@ def test_a_producer_and_a_reader_without_a_right_are_told_what_gives_it(install:
         web.admin.list_jobs("available")
     with pytest.raises(awa.PermissionDenied, match=r"a worker needs .*--grants worker="):
         web.admin.move(job.id, "q")
+    with pytest.raises(awa.PermissionDenied, match=r"a worker needs .*--grants worker="):
+        web.admin.set_priority(job.id, 1)
     web.close()
     looking.close()
 

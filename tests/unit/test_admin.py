@@ -103,9 +103,7 @@ def test_a_move_that_cannot_be_meant_is_refused(nowhere: awa.Client, job_id: Any
 @pytest.mark.parametrize(
     ("job_id", "priority", "path"), [(0, 1, "job_id"), ("1", 1, "job_id"), (1, 0, "priority"), (1, 5, "priority")]
 )
-def test_a_priority_that_cannot_be_meant_is_refused(
-    nowhere: awa.Client, job_id: Any, priority: Any, path: str
-) -> None:
+def test_a_priority_that_cannot_be_meant_is_refused(nowhere: awa.Client, job_id: Any, priority: Any, path: str) -> None:
     with pytest.raises(ValidationError) as caught:
         nowhere.admin.set_priority(job_id, priority)
     assert caught.value.path == path
