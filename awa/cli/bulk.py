@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import click
+import psycopg
 
-from awa.cli import EXIT_FAILED, EXIT_NOT_FOUND, report
+from awa.cli import EXIT_FAILED, EXIT_NOT_FOUND
 from awa.cli.asking import ask, check_answerable
 from awa.cli.filters import Filter, Walk
 from awa.cli.output import echo, print_json, safe
@@ -166,20 +169,23 @@ def _preview(target: Target, action: Action, found: _Found, *, is_dry: bool) -> 
 
 def _do(target: Target, client: Client, action: Action, found: _Found, *, may_be_gone: bool) -> int:
     done: list[Done] = []
-    stopped: BaseException | None = None
+    failure: Exception | None = None
 
     def note(result: Done) -> None:
         done.append(result)
         if not target.as_json:
             echo(str(result))
 
-    try:
-        for job_id in found.missing:
-            note(Done(job_id, "not_found"))
-        for job_id in found.ids:
-            note(_try(client, action, job_id, may_be_gone))
-    except (AwaError, KeyboardInterrupt) as error:
-        stopped = error
+    with _interruptible() as is_interrupted:
+        try:
+            for job_id in found.missing:
+                note(Done(job_id, "not_found"))
+            for job_id in found.ids:
+                if is_interrupted():
+                    break
+                note(_try(client, action, job_id, may_be_gone))
+        except (AwaError, psycopg.Error) as error:  # told once it is told what was done
+            failure = error
     counts = Counter(result.happened for result in done)
     left = len(found.ids) + len(found.missing) - len(done)
     if target.as_json:
@@ -192,13 +198,30 @@ def _do(target: Target, client: Client, action: Action, found: _Found, *, may_be
         echo("no job fits", err=True)
     elif len(done) > 1 or left:
         told = [f"{count:,} {word.replace('_', ' ')}" for word, count in counts.items()]
-        told += [f"{left:,} left as they were"] if left else []
+        told += [f"{left:,} left"] if left else []
         echo(", ".join(told), err=True)
-    if isinstance(stopped, AwaError):
-        return report(stopped)
-    if stopped is not None or any(counts[word] for word in WENT_WRONG):
+    if failure is not None:
+        raise failure
+    if left or any(counts[word] for word in WENT_WRONG):
         return EXIT_FAILED
     return EXIT_NOT_FOUND if counts["not_found"] else 0
+
+
+@contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """Gives what tells whether Ctrl-C was typed, which within the block stops nothing in the middle of a job."""
+    typed: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        if typed:
+            raise KeyboardInterrupt
+        typed.append(number)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(typed)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _try(client: Client, action: Action, job_id: int, may_be_gone: bool) -> Done:

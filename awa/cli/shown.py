@@ -81,11 +81,7 @@ def print_job(job: JobInfo) -> None:
         rows.append(("metadata", safe(compact(job.metadata))))
     if job.tags:
         rows.append(("tags", ", ".join(map(safe, job.tags))))
-    for name in ("concurrency_key", "ordering_key"):
-        if (key := getattr(job, name, None)) is not None:
-            rows.append((name, safe(key)))
-    times = [("created", job.created_at), ("run at", job.run_at), ("expires", getattr(job, "expires_at", None))]
-    times += [("claimed", job.claimed_at), ("ended", job.ended_at)]
+    times = [("created", job.created_at), ("run at", job.run_at), ("claimed", job.claimed_at), ("ended", job.ended_at)]
     rows += [(name, local_time(at)) for name, at in times if at is not None]
     if job.elapsed_ms is not None:
         rows.append(("ran", f"{job.elapsed_ms:,} ms"))

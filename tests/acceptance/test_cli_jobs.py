@@ -383,15 +383,50 @@ def test_a_job_that_somebody_holds_is_busy_and_the_others_are_done(
     assert states(client, held, free) == ["scheduled", "cancelled"]
 
 
+def test_ctrl_c_stops_between_two_jobs_and_says_how_many_are_left(client: awa.Client, database: str) -> None:
+    client.insert_many([awa.NewJob({}, kind="k", delay=60) for _ in range(3_000)])
+    shown = at_terminal(
+        "job", "cancel", "--all", "--yes", database=database, answer="\x03", to="  cancelled\n".replace("\n", "\r\n")
+    )
+    told = re.search(r"^([\d,]+) cancelled, ([\d,]+) left$", shown.text, re.MULTILINE)
+    assert shown.code == 1 and told is not None, shown.text[-500:]
+    done, left = (int(number.replace(",", "")) for number in told.groups())
+    assert done + left == 3_000 and done == shown.text.count("  cancelled\n")
+    counts = client.admin.queue_counts("default")["default"]
+    assert (counts[awa.JobState.CANCELLED].value, counts[awa.JobState.SCHEDULED].value) == (done, left)
+
+
+def test_what_was_done_before_the_database_went_is_told(run: Run, client: awa.Client, monkeypatch: Any) -> None:
+    jobs = [client.insert({}, kind="k", delay=60) for _ in range(3)]
+    real = awa.Client.cancel
+
+    def cancel(self: awa.Client, job_id: int, **options: Any) -> Any:
+        if job_id == jobs[1].id:
+            raise psycopg.OperationalError("server closed the connection unexpectedly")
+        return real(self, job_id, **options)
+
+    monkeypatch.setattr(awa.Client, "cancel", cancel)
+    done = run("cancel", "--yes", *(job.id for job in jobs))
+    assert done.exit_code == 69
+    assert done.stdout == f"{jobs[0].id}  cancelled\n"
+    assert done.stderr.splitlines()[1:] == [
+        "1 cancelled, 2 left",
+        "awa: server closed the connection unexpectedly",
+    ]
+    found = answer(run("cancel", "--yes", "--json", *(job.id for job in jobs)), 69)
+    assert (found["left"], found["counts"]) == (2, {"nothing": 1})
+
+
 # --- inserting
 
 
-def test_insert_with_every_option(run: Run, client: awa.Client) -> None:
+def test_insert_with_every_option(run: Run, client: awa.Client, conn: Conn) -> None:
     first = client.insert({}, kind="first")
     done = run(
         *("insert", "send", '{"to": "ada", "n": 12345678901234567, "f": 1.5, "u": "東京"}', "--queue", "mail"),
         *("--priority", "1", "--max-attempts", "3", "--timeout", "2min", "--delay", "1h", "--tag", "eu", "--tag", "x"),
         *("--metadata", '{"trace": [1]}', "--after", first.id, "--after-failed", "run"),
+        *("--concurrency-key", "ada", "--ordering-key", "o-1", "--expires-at", "2030-01-01T01:00:00+01:00"),
     )
     found = re.fullmatch(r"inserted job (\d+)\n", done.stdout)
     assert done.exit_code == 0 and found is not None
@@ -399,6 +434,8 @@ def test_insert_with_every_option(run: Run, client: awa.Client) -> None:
     assert job.args == {"to": "ada", "n": 12345678901234567, "f": 1.5, "u": "東京"}
     assert (job.queue, job.kind, job.priority, job.max_attempts) == ("mail", "send", 1, 3)
     assert (job.tags, job.metadata, job.waits_for) == (["eu", "x"], {"trace": [1]}, "parent")
+    kept = conn.execute("SELECT concurrency_key, ordering_key, expires_at, timeout_ms FROM awa.waiting_jobs").fetchall()
+    assert kept == [("ada", "o-1", datetime(2030, 1, 1, tzinfo=UTC), 120_000)]
 
 
 def test_insert_reads_args_from_its_input(run: Run, client: awa.Client) -> None:
