@@ -182,6 +182,7 @@ def _do(target: Target, client: Client, action: Action, found: _Found, *, may_be
                 note(Done(job_id, "not_found"))
             for job_id in found.ids:
                 if is_interrupted():
+                    echo("", err=True)  # the terminal has shown ^C
                     break
                 note(_try(client, action, job_id, may_be_gone))
         except (AwaError, psycopg.Error) as error:  # told once it is told what was done

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ import click
 import psycopg
 import pytest
 from click.testing import CliRunner, Result
-from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 import awa
@@ -525,25 +524,6 @@ def test_a_schema_that_is_not_there_is_exit_code_four(run: Run) -> None:
         done = run(*command, "--schema", "other")
         assert done.exit_code == 4
         assert "awa migrate --schema 'other'" in done.stderr and "schema other\n" in done.stderr
-
-
-@pytest.fixture
-def roles(conn: Conn, database: str) -> Iterator[Callable[[str], str]]:
-    """The address of ``database`` for a role that has one part: ``roles("reader")``."""
-    made: list[str] = []
-
-    def make(part: str) -> str:
-        role = f"{conn.info.dbname}_{part}"
-        conn.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(role)))
-        made.append(role)
-        printed = CliRunner().invoke(main, ["migrate", "--grants", f"{part}={role}"]).stdout
-        script = "\n".join(line for line in printed.splitlines() if not line.startswith("\\"))
-        conn.execute(script)  # type: ignore[call-overload]
-        return make_conninfo(database, user=role)
-
-    yield make
-    for role in made:
-        conn.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(role)))
 
 
 def test_a_reader_looks_and_changes_nothing(run: Run, five: list[awa.Inserted], roles: Callable[[str], str]) -> None:

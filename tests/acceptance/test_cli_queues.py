@@ -123,6 +123,25 @@ def test_pause_says_who_and_why_until_it_is_resumed(run: Run, client: awa.Client
     assert answer(run("resume", "mail", "--json"))["is_paused"] is False  # it was open already
 
 
+def test_a_reader_looks_and_changes_nothing(
+    run: Run, mail: list[awa.Inserted], roles: Callable[[str], str], client: awa.Client
+) -> None:
+    reader = ["--database", roles("reader")]
+    assert [queue["name"] for queue in answer(run("list", "--json", *reader))["queues"]] == ["mail", "other"]
+    for command in (["show", "mail"], ["limits", "mail"], ["purge", "mail", "--dry-run"]):
+        assert run(*command, *reader).exit_code == 0
+    before = client.admin.list_queues()
+    for command in (
+        ["pause", "mail"],
+        ["resume", "mail"],
+        ["limits", "mail", "--max-running", "1"],
+        *(["purge", "mail", "--yes"], ["cancel-waiting", "mail", "--yes"]),
+    ):
+        done = run(*command, *reader)
+        assert done.exit_code == 78 and "lacks a right" in done.stderr, done.output
+    assert client.admin.list_queues() == before
+
+
 # --- limits
 
 
