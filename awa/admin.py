@@ -235,7 +235,7 @@ class Admin:
     def count_waiting(self, name: str) -> int:
         """How many jobs of a queue :meth:`cancel_waiting` would cancel now: all that are neither running nor ended.
 
-        Counted one by one, at about a million in a second.
+        Counted one by one, which takes a second or two for a million.
 
         Raises:
             ValidationError: *name* can be no queue's name; nothing was sent.
