@@ -1,8 +1,8 @@
-"""What operators do: looking at jobs and queues, moving jobs, pausing, limiting and clearing queues."""
+"""What operators do: looking at jobs and queues, acting on jobs, pausing and limiting and clearing queues."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Final
@@ -53,41 +53,53 @@ class Admin:
 
     def list_jobs(
         self,
-        state: JobState | str,
+        state: JobState | str | None = None,
         *,
         queue: str | None = None,
         kind: str | None = None,
+        tag: str | None = None,
+        ids: Iterable[int] | None = None,
         limit: int = 100,
         after: str | None = None,
     ) -> JobPage:
-        """A page of the jobs in one state, newest first.
+        """A page of the jobs in one state, newest first; or of all jobs, state by state.
 
         Newest is what was last inserted (``scheduled``, ``retryable``, ``waiting_external``), became available, was
-        claimed (``running``, ``completed``) or ended (``failed``, ``cancelled``). While pages are read no job is shown
-        twice, and every one that is in the state throughout is shown. A job whose worker was told to take it but has
-        not started it is ``running`` too.
+        claimed (``running``, ``completed``) or ended (``failed``, ``cancelled``). While pages of a state are read no
+        job is shown twice, and every one that is in the state throughout is shown. A job whose worker was told to take
+        it but has not started it is ``running`` too.
+
+        All jobs come in the order of running, available, scheduled, retryable, waiting_external, failed, cancelled,
+        completed. A page is of one moment; one that changes its state between two pages may be shown in both states,
+        or in neither.
 
         The last attempt's ``claimed_at`` is told of running and completed jobs; the history has its runtime and
         elapsed_ms for the others. :meth:`awa.Client.get` finds more.
 
         Args:
-            state: A :class:`awa.JobState`, or its name.
-            queue, kind: Only of this queue, of this kind; None: of all.
+            state: A :class:`awa.JobState`, or its name; None: all states.
+            queue, kind, tag: Only of this queue, of this kind, with this tag; None: of all.
+            ids: Only these, 1 to 1000; None: all. Ids of which there is no job are passed over.
             limit: Most jobs to return, 1 to 1000. A page ends early once 10,000 jobs were looked at.
-            after: ``after`` of the page before, with the same state, queue and kind; None: the first page.
+            after: ``after`` of the page before, with the same state and filters; None: the first page.
 
         Raises:
             ValidationError: An argument cannot be meant; nothing was sent.
         """
-        wanted = _check_state(state)
+        states = listing.ORDER if state is None else (_check_state(state),)
         if queue is not None:
             queue = options.check_queue(queue)
         if kind is not None:
             kind = options.check_kind(kind)
+        if tag is not None:
+            tag = options.check_tag(tag)
+        some = None if ids is None else options.check_job_ids(ids, MOST_LISTED)
         limit = options.check_limit(limit, MOST_LISTED)
-        position = None if after is None else _check_after(after, wanted)
+        position = None if after is None else _check_after(after, None if state is None else states[0])
         with self._connection() as conn, one_snapshot(conn, self._schema) as look:
-            return listing.list_jobs(look, wanted, queue=queue, kind=kind, limit=limit, position=position)
+            return listing.list_jobs(
+                look, states, queue=queue, kind=kind, tag=tag, ids=some, limit=limit, position=position
+            )
 
     def queue_counts(self, queue: str | None = None) -> dict[str, dict[JobState, Count]]:
         """How many jobs each queue has in each state: ``queue_counts()["email"]["available"].value``.
@@ -266,6 +278,30 @@ class Admin:
 
     # --- jobs -------------------------------------------------------------------------------------------------------
 
+    def retry(self, job_id: int) -> Controlled:
+        """Make a job available again, as :meth:`awa.Client.retry` does."""
+        job_id = options.check_job_id(job_id)
+        with self._connection() as conn:
+            return repeated(lambda: control.retry_job(conn, self._schema, job_id))
+
+    def set_priority(self, job_id: int, priority: int) -> Controlled:
+        """Give a job that waits or is available another priority: 1, which runs first, to 4.
+
+        One that is available comes last there.
+
+        Returns:
+            What happened: ``reprioritised``; ``nothing`` when it had it before; ``refused`` when it is running or has
+            ended. And its state.
+
+        Raises:
+            JobNotFound: There is none, or its history is gone.
+            JobBusy: Somebody held it for a second; nothing was changed, try again.
+            ValidationError: *job_id* or *priority* can be none; nothing was sent.
+        """
+        job_id, priority = options.check_job_id(job_id), options.check_priority(priority)
+        with self._connection() as conn:
+            return repeated(lambda: control.set_priority(conn, self._schema, job_id, priority))
+
     def move(self, job_id: int, queue: str) -> Controlled:
         """Move a job that waits or is available to the end of *queue*.
 
@@ -292,11 +328,12 @@ def _check_state(state: object) -> JobState:
     return JobState(state)
 
 
-def _check_after(after: object, state: JobState) -> Position:
-    position = Position.read(after, state) if isinstance(after, str) else None
-    if position is None:
+def _check_after(after: object, state: JobState | None) -> Position:
+    position = Position.read(after) if isinstance(after, str) else None
+    if position is None or (state is not None and position.state != state):
         raise ValidationError(
-            f"after must be what a page of {state} jobs had as its after, got {_shown(after)}: begin with None",
+            f"after must be what a page of {state or 'all'} jobs had as its after, got {_shown(after)}:"
+            " begin with None",
             path="after",
             value=after,
         )

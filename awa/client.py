@@ -16,7 +16,7 @@ from awa.insert import Defaults, Inserted, Options, Parents, Producer, override
 from awa.job import JobId, JobState, as_seconds
 from awa.lent import AsyncLent, Lent
 from awa.limits import Limits, RateLimit
-from awa.registry import Registry, Task, TaskOptions, check_hook
+from awa.registry import KeyOption, Registry, Task, TaskOptions, check_hook
 from awa.retry import RetryPolicy
 from awa.storage import control, jobs
 from awa.storage.connection import repeated
@@ -129,6 +129,8 @@ class Client:
         fail_on: type[BaseException] | Sequence[type[BaseException]] | None = None,
         unique: Unique | None = None,
         keep_result: bool = False,
+        concurrency_key: KeyOption | None = None,
+        ordering_key: KeyOption | None = None,
     ) -> Callable[[Callable[P, R]], Task[P, R]]:
         """Declare the function below as the handler of a kind of jobs. It stays callable as itself.
 
@@ -146,6 +148,10 @@ class Client:
             unique: What makes its jobs equal, of which there is one at most; an insert may say otherwise.
             keep_result: Keep what the handler returns, for :meth:`result`; a value that is no JSON, or longer than
                 ``max_args_bytes``, fails the job.
+            concurrency_key: What its jobs share, of which a queue runs ``max_running_per_key`` at once: text, or a
+                function that gives it, or None, from a job's args; an insert may say otherwise. The function gets the
+                args as the handler's type; of a plain function, those that it names.
+            ordering_key: Likewise what its jobs share, of which a queue runs one after the other.
 
         Raises:
             ConfigError: The function cannot be a handler, or an option cannot work.
@@ -163,6 +169,8 @@ class Client:
             fail_on=fail_on,
             unique=unique,
             keep_result=keep_result,
+            concurrency_key=concurrency_key,
+            ordering_key=ordering_key,
         )
 
         def declare(func: Callable[P, R]) -> Task[P, R]:
@@ -231,6 +239,9 @@ class Client:
         delay: float | timedelta | None = None,
         tags: Iterable[str] | None = None,
         metadata: dict[str, Any] | None = None,
+        concurrency_key: str | None = None,
+        ordering_key: str | None = None,
+        expires_at: datetime | None = None,
         unique: Unique | Literal[False] | None = None,
         after: Parents | None = None,
         after_failed: str | None = None,
@@ -243,8 +254,9 @@ class Client:
 
         Args:
             args: An instance of a task's args type, ``task.bind(...)``, a NewJob, or a mapping together with *kind*.
-            kind, queue, priority, max_attempts, timeout, run_at, delay, tags, metadata, unique, after, after_failed,
-                on_completed, on_failed, on_cancelled: See :class:`awa.NewJob`.
+            kind, queue, priority, max_attempts, timeout, run_at, delay, tags, metadata, concurrency_key, ordering_key,
+                expires_at, unique, after, after_failed, on_completed, on_failed, on_cancelled: See
+                :class:`awa.NewJob`.
             conn: Whose transaction the job joins: a connection or cursor of psycopg or psycopg2, a Session or
                 Connection of SQLAlchemy, or Django's connection. It is never committed or rolled back here. None
                 writes and commits at once.
@@ -256,7 +268,8 @@ class Client:
             JobNotFound: There is no such job as *after* names, or its history is gone; nothing was inserted.
         """
         given = (
-            kind, queue, priority, max_attempts, timeout, run_at, delay, tags, metadata, unique,
+            kind, queue, priority, max_attempts, timeout, run_at, delay, tags, metadata,
+            concurrency_key, ordering_key, expires_at, unique,
             after, after_failed, on_completed, on_failed, on_cancelled,
         )  # fmt: skip
         item = args if given == _NO_OPTIONS else override(args, dict(zip(_OPTIONS, given, strict=True)))
@@ -379,7 +392,7 @@ class Client:
 
     @property
     def admin(self) -> Admin:
-        """For operators: lists of jobs, counts of queues, moving a job."""
+        """For operators: lists of jobs, counts of queues; retrying, reprioritising and moving a job."""
         from awa.admin import Admin
 
         return Admin(self._schema, self._own)
@@ -425,6 +438,27 @@ class Client:
         force = options.check_flag(force, "force")
         with self._own() as conn:
             return repeated(lambda: control.cancel_holder(conn, self._schema, key, reason=reason, force=force))
+
+    def retry(self, job_id: int) -> Controlled:
+        """Make a job available, with all its attempts before it, that has failed, was cancelled or waits for its time.
+
+        It keeps its id and its history, and comes last in its queue. An ended job takes its unique key again, and does
+        not expire any more. Follow-ups are inserted again when it ends again; jobs that were cancelled because of it
+        stay cancelled.
+
+        Returns:
+            What happened: ``retried``; ``nothing`` when it is available already, or set aside until it can run;
+            ``refused`` when it is running, has completed, or waits for something else than a time. And its state now.
+
+        Raises:
+            UniqueConflict: Another job holds its unique key, ``.existing_id``; nothing was changed.
+            JobNotFound: There is none, or its history is gone.
+            JobBusy: Somebody held the job, or its key, for a second; nothing was changed, try again.
+            ValidationError: *job_id* can be no job's id.
+        """
+        job_id = options.check_job_id(job_id)
+        with self._own() as conn:
+            return repeated(lambda: control.retry_job(conn, self._schema, job_id))
 
     # --- working ----------------------------------------------------------------------------------------------------
 

@@ -107,7 +107,9 @@ class QueueBusy(AwaError):
 
 
 class UniqueConflict(AwaError):
-    """An equal job exists, and the insert said ``on_conflict="raise"``; nothing was inserted.
+    """An equal job exists, and the insert said ``on_conflict="raise"``, or an ended job was to be retried.
+
+    Nothing was changed.
 
     Attributes:
         existing_id: The job that has the key; None when it is another job of the same batch.

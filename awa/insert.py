@@ -72,6 +72,13 @@ class NewJob:
     """At most 20, for finding it again."""
     metadata: dict[str, Any] | None = field(default=None, kw_only=True)
     """JSON that travels with the job and is not given to the handler as args."""
+    concurrency_key: str | None = field(default=None, kw_only=True)
+    """1 to 200 characters that it shares with others, of which a queue runs ``max_running_per_key`` at once."""
+    ordering_key: str | None = field(default=None, kw_only=True)
+    """1 to 200 characters that it shares with others, of which a queue runs one after the other has ended for good, in
+    the order in which they arrived."""
+    expires_at: datetime | None = field(default=None, kw_only=True)
+    """No attempt begins after this instant; the job is cancelled instead."""
     unique: Unique | Literal[False] | None = field(default=None, kw_only=True)
     """What makes it equal to others, of which there is one at most; False: nothing, whatever its task says."""
     after: Parents | None = field(default=None, kw_only=True)
@@ -101,6 +108,9 @@ class Options(TypedDict, total=False):
     delay: float | timedelta | None
     tags: Iterable[str] | None
     metadata: dict[str, Any] | None
+    concurrency_key: str | None
+    ordering_key: str | None
+    expires_at: datetime | None
     unique: Unique | Literal[False] | None
     after: Parents | None
     after_failed: str | None
@@ -172,9 +182,10 @@ def prepare(item: object, registry: Registry, defaults: Defaults, depth: int = 0
     if not isinstance(item, NewJob):
         if type(item) is BoundArgs:  # the same as _body does, without the way there
             task: Task[..., Any] | None = item.task
-            kind, body = item.task.kind, item.task.codec.dump(item.args, defaults.max_args_bytes)
+            args: Any = item.args
+            kind, body = item.task.kind, item.task.codec.dump(args, defaults.max_args_bytes)
         else:
-            kind, body, task = _body(item, None, registry, defaults)
+            kind, body, task, args = _body(item, None, registry, defaults)
         said = _NOTHING if task is None else task.options
         row = JobRow(
             said.queue or defaults.queue,
@@ -183,6 +194,9 @@ def prepare(item: object, registry: Registry, defaults: Defaults, depth: int = 0
             said.priority or defaults.priority,
             said.max_attempts or defaults.max_attempts,
         )
+        if said.has_keys:
+            assert task is not None
+            row = row._replace(concurrency_key=task.concurrency_key_of(args), ordering_key=task.ordering_key_of(args))
         if said.unique is not None:
             row = _with_key(row, said.unique)
     else:
@@ -202,13 +216,24 @@ def _traced(row: JobRow) -> JobRow:
 def _settled(new: NewJob, registry: Registry, defaults: Defaults, depth: int) -> JobRow:
     """*new* validated, with what it, its task, the client and the defaults say."""
     given_kind = None if new.kind is None else options.check_kind(new.kind)
-    kind, body, task = _body(new.args, given_kind, registry, defaults)
+    kind, body, task, args = _body(new.args, given_kind, registry, defaults)
     said = _NOTHING if task is None else task.options
     timeout = None if new.timeout is None else options.check_timeout(new.timeout)
     delay = None if new.delay is None else options.check_delay(new.delay)
     run_at = None if new.run_at is None else options.check_run_at(new.run_at)
     if run_at is not None and delay is not None:
         raise ValidationError("run_at and delay exclude each other: give one", path="delay", value=new.delay)
+    concurrency_key, ordering_key, expires_at = new.concurrency_key, new.ordering_key, new.expires_at
+    if concurrency_key is not None:
+        concurrency_key = options.check_job_key(concurrency_key, "concurrency_key")
+    if ordering_key is not None:
+        ordering_key = options.check_job_key(ordering_key, "ordering_key")
+    if said.has_keys:
+        assert task is not None
+        concurrency_key = task.concurrency_key_of(args) if concurrency_key is None else concurrency_key
+        ordering_key = task.ordering_key_of(args) if ordering_key is None else ordering_key
+    if expires_at is not None:
+        expires_at = options.check_expires_at(expires_at, run_at)
     parents = None if new.after is None else options.check_after(new.after)
     after_failed = None if new.after_failed is None else options.check_after_failed(new.after_failed)
     if after_failed is not None and parents is None:
@@ -228,6 +253,9 @@ def _settled(new: NewJob, registry: Registry, defaults: Defaults, depth: int) ->
         None if timeout is None else options.milliseconds(timeout),
         None if new.tags is None else options.check_tags(new.tags),
         None if new.metadata is None else _metadata(new.metadata, defaults.max_args_bytes),
+        concurrency_key,
+        ordering_key,
+        expires_at,
         run_at,
         delay or None,
         parents=parents,
@@ -309,6 +337,9 @@ def _follow_up(path: str, item: object, registry: Registry, defaults: Defaults, 
         "timeout_ms": row.timeout_ms,
         "tags": row.tags,
         "metadata": None if row.metadata is None else orjson.Fragment(row.metadata),
+        "concurrency_key": row.concurrency_key,
+        "ordering_key": row.ordering_key,
+        "expires_at": None if row.expires_at is None else row.expires_at.isoformat(),
         "run_at": None if row.run_at is None else row.run_at.isoformat(),
         "delay": row.delay,
         "follow_ups": None if row.follow_ups is None else orjson.Fragment(row.follow_ups),
@@ -336,21 +367,22 @@ def _with_key(row: JobRow, unique: Unique) -> JobRow:
 
 def _body(
     args: Any, kind: str | None, registry: Registry, defaults: Defaults
-) -> tuple[str, bytes, Task[..., Any] | None]:
-    """The kind of a job, the JSON text of its args, and the task that will run it, when this process knows it."""
+) -> tuple[str, bytes, Task[..., Any] | None, Any]:
+    """The kind of a job, the JSON text of its args, the task that will run it, when this process knows it, and the args
+    as that task takes them."""
     limit = defaults.max_args_bytes
     if type(args) is BoundArgs:
-        return kind or args.task.kind, args.dump(limit), args.task
+        return kind or args.task.kind, args.dump(limit), args.task, args.args
     if isinstance(args, NewJob):
         raise ConfigError("args is a NewJob already: insert it as it is, its options belong inside it")
     task = registry.for_type(type(args)) if kind is None else registry.find(kind)
     if task is None:
         if kind is None:
             raise ConfigError(f"no task takes {type(args).__name__}: {_advice(args)}")
-        return kind, codec_for(type(args)).dump(args, limit), None
+        return kind, codec_for(type(args)).dump(args, limit), None, args
     if not task.is_typed and isinstance(args, dict):
         args = _bound(task, args)
-    return kind or task.kind, task.codec.dump(args, limit), task
+    return kind or task.kind, task.codec.dump(args, limit), task, args
 
 
 def _advice(args: object) -> str:
@@ -500,7 +532,7 @@ class Producer:
     def _stream(self, items: Iterable[object]) -> Iterator[JobRow]:
         for position, item in enumerate(_several(items)):
             row = self._at(position, item)
-            if row[8:] != AT_ONCE:
+            if row[11:] != AT_ONCE:
                 given = next(name for name in NOT_BY_COPY if getattr(row, name) is not None)
                 raise ValidationError(
                     f"items[{position}] has {NOT_BY_COPY[given]}, but insert_many_copy takes jobs that are available "

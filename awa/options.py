@@ -19,8 +19,11 @@ __all__ = [
     "check_burst",
     "check_by",
     "check_delay",
+    "check_expires_at",
     "check_flag",
     "check_job_id",
+    "check_job_ids",
+    "check_job_key",
     "check_kind",
     "check_limit",
     "check_max_attempts",
@@ -30,6 +33,7 @@ __all__ = [
     "check_queue",
     "check_reason",
     "check_run_at",
+    "check_tag",
     "check_tags",
     "check_timeout",
     "declared",
@@ -103,6 +107,16 @@ def check_tags(value: object, path: str = "tags") -> tuple[str, ...]:
     return tuple(_check_name(tag, f"{path}[{position}]") for position, tag in enumerate(tags))
 
 
+def check_job_key(value: object, path: str) -> str:
+    """A ``concurrency_key`` or an ``ordering_key``: text of 1 to 200 characters."""
+    return _check_text(value, path, MAX_NAME, "leave it out for a job that shares nothing")
+
+
+def check_tag(value: object, path: str = "tag") -> str:
+    """One tag: text of 1 to 200 characters."""
+    return _check_name(value, path)
+
+
 def check_run_at(value: object, path: str = "run_at") -> datetime:
     """An aware datetime within the years 1970 to 9999, in UTC."""
     limit = f"{FIRST_YEAR}-{LAST_YEAR}"
@@ -125,6 +139,20 @@ def check_run_at(value: object, path: str = "run_at") -> datetime:
     return instant
 
 
+def check_expires_at(value: object, run_at: datetime | None = None, path: str = "expires_at") -> datetime:
+    """An aware datetime within the years 1970 to 9999, in UTC, that comes after *run_at*; it may be in the past."""
+    instant = check_run_at(value, path)
+    if run_at is not None and instant <= run_at:
+        raise _refused(
+            f"{path} {instant.isoformat()} must come after run_at {run_at.isoformat()}, or the job never runs: give a "
+            "later one",
+            path,
+            value,
+            run_at,
+        )
+    return instant
+
+
 def check_delay(value: float | timedelta, path: str = "delay") -> float:
     """Seconds to wait before a job is available: 0 to ten years."""
     return as_seconds(value, path, limit=LONGEST_WAIT)
@@ -143,6 +171,18 @@ def milliseconds(timeout: float) -> int:
 def check_job_id(value: object, path: str = "job_id") -> int:
     """The id of a job: 1 to 2^63 - 1, or no job can have it."""
     return _check_int(value, path, 1, 2**63 - 1, "as an insert gave it")
+
+
+def check_job_ids(value: object, most: int, path: str = "ids") -> list[int]:
+    """The ids of 1 to *most* jobs, each once."""
+    limit = (1, most)
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise _refused(f"{path} must be a list of job ids, got {_shown(value)}", path, value, limit)
+    found = [check_job_id(job, f"{path}[{position}]") for position, job in enumerate(islice(value, most + 1))]
+    if not 1 <= len(found) <= most:
+        many = f"more than {most:,} ids: ask for some of them at a time" if found else "no ids: leave it out for all"
+        raise _refused(f"{path} has {many}", path, len(found), limit)
+    return list(dict.fromkeys(found))
 
 
 def check_after(value: object, path: str = "after") -> tuple[int, ...]:

@@ -6,17 +6,18 @@ import functools
 import inspect
 import typing
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 from awa import job as jobs
 from awa._core import derive_kind
 from awa.args import Codec, FunctionCodec, codec_for, parameter_hints, result_dumper, signature_of
-from awa.errors import ConfigError, DuplicateKind, UnknownKind
+from awa.errors import ConfigError, DuplicateKind, UnknownKind, ValidationError
 from awa.limits import Limits
 from awa.options import (
     check_flag,
+    check_job_key,
     check_kind,
     check_max_attempts,
     check_priority,
@@ -30,6 +31,10 @@ from awa.unique import Unique, check_unique
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+
+KeyOption = str | Callable[..., str | None]
+"""A ``concurrency_key`` or ``ordering_key`` as a task declares it: what its jobs share, or what tells it from a job's
+args."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +59,15 @@ class TaskOptions:
     """What makes its jobs equal."""
     keep_result: bool = False
     """Whether what the handler returns is kept for who asks for it."""
+    concurrency_key: KeyOption | None = None
+    """What its jobs share, so that only so many of them run at once."""
+    ordering_key: KeyOption | None = None
+    """What its jobs share, so that they run one after the other."""
+    has_keys: bool = field(init=False, default=False)
+    """Whether it says one of the two: one look for every insert."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "has_keys", self.concurrency_key is not None or self.ordering_key is not None)
 
     @classmethod
     def declare(
@@ -68,6 +82,8 @@ class TaskOptions:
         fail_on: type[BaseException] | Sequence[type[BaseException]] | None = None,
         unique: Unique | None = None,
         keep_result: bool = False,
+        concurrency_key: KeyOption | None = None,
+        ordering_key: KeyOption | None = None,
     ) -> Self:
         """The options as they are used: a ``timedelta`` as seconds, exceptions as a tuple.
 
@@ -84,7 +100,19 @@ class TaskOptions:
             fail_on=None if fail_on is None else check_exception_types(fail_on, "fail_on"),
             unique=check_unique(unique),
             keep_result=declared(lambda value: check_flag(value, "keep_result"), keep_result),
+            concurrency_key=_check_key_option(concurrency_key, "concurrency_key"),
+            ordering_key=_check_key_option(ordering_key, "ordering_key"),
         )
+
+
+def _check_key_option(value: object, name: str) -> KeyOption | None:
+    if value is None or (callable(value) and not isinstance(value, type)):
+        return value
+    if isinstance(value, str):
+        return declared(lambda text: check_job_key(text, name), value)
+    raise ConfigError(
+        f"{name} must be a str of 1 to 200 characters, or a function that gives it from a job's args, got {value!r}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +188,8 @@ class Task(Generic[P, R]):
         if self.options.unique is not None:
             self.options.unique.check_names(self.codec.names, self.kind)
         self.dump_result = result_dumper(func) if self.options.keep_result else None
+        self._concurrency_key = self._key_of("concurrency_key")
+        self._ordering_key = self._key_of("ordering_key")
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function here and now; no job is made."""
@@ -180,6 +210,88 @@ class Task(Generic[P, R]):
                 f"{_where(self.func)} takes a job: insert its args, of type {self.args_type!r}, themselves"
             )
         return BoundArgs(self, self.codec.bind(*args, **kwargs))
+
+    def concurrency_key_of(self, args: Any) -> str | None:
+        """The ``concurrency_key`` of a job that has *args*, by the declaration; None when it has none.
+
+        Args:
+            args: Of the declared type; of a plain function, its arguments by name.
+
+        Raises:
+            ValidationError: The function that tells it raised, or gave what is no key.
+        """
+        return self._concurrency_key(args)
+
+    def ordering_key_of(self, args: Any) -> str | None:
+        """The ``ordering_key``, likewise."""
+        return self._ordering_key(args)
+
+    def _key_of(self, name: str) -> Callable[[Any], str | None]:
+        """What tells the key *name* of a job from its args.
+
+        Raises:
+            ConfigError: The declared function cannot be called with them.
+        """
+        said: KeyOption | None = getattr(self.options, name)
+        if said is None or isinstance(said, str):
+            return lambda args: said
+        give = self._calling(said, name)
+
+        def key_of(args: Any) -> str | None:
+            try:
+                key = give(args)
+            except Exception as error:
+                raise ValidationError(
+                    f"the {name} of task {self.kind!r} cannot be told: {_where(said)} raised {type(error).__name__}: "
+                    f"{error}; have it return text, or None for a job without one",
+                    path=name,
+                    value=args,
+                ) from error
+            if key is None:
+                return None
+            try:
+                return check_job_key(key, name)
+            except ValidationError as error:
+                raise ValidationError(
+                    f"{error} ({_where(said)} of task {self.kind!r} gave it; it may return None)",
+                    path=name,
+                    value=error.value,
+                    limit=error.limit,
+                ) from None
+
+        return key_of
+
+    def _calling(self, said: Callable[..., str | None], name: str) -> Callable[[Any], object]:
+        """*said* as a function of a job's args: it takes them as they are, or of a plain function those it names."""
+        if inspect.iscoroutinefunction(said) or inspect.isgeneratorfunction(said):
+            raise ConfigError(f"{name} takes a plain function: calling {_where(said)} gives no text")
+        try:
+            signature = inspect.signature(said)
+        except (TypeError, ValueError):  # built in, and does not say
+            signature = None
+        if not isinstance(self.codec, FunctionCodec):
+            if signature is not None:
+                try:
+                    signature.bind(None)
+                except TypeError as error:
+                    raise ConfigError(
+                        f"{name} of task {self.kind!r}: {_where(said)} is called with the args alone, and {error}"
+                    ) from None
+            return said
+        if signature is None or any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values()):
+            return lambda args: said(**args)
+        names = self.codec.names
+        for parameter in signature.parameters.values():
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                continue
+            is_needed = parameter.default is parameter.empty
+            if parameter.kind is parameter.POSITIONAL_ONLY or (parameter.name not in names and is_needed):
+                raise ConfigError(
+                    f"{name} of task {self.kind!r}: {_where(said)} is called with args by name, and {parameter.name!r} "
+                    f"is none that can be given so: name some of {', '.join(sorted(names)) or 'none, there are none'}"
+                )
+        wanted = [one for one in signature.parameters if one in names]
+        return lambda args: said(**{one: args[one] for one in wanted})
 
 
 class Registry:

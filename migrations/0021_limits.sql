@@ -235,7 +235,8 @@ BEGIN
                               ORDER BY w.seq LIMIT least(greatest(f.room, 0), c_of_one)) w
     ), held AS MATERIALIZED (
         SELECT w.id FROM awa.waiting_jobs w
-         WHERE w.id = ANY (ARRAY(SELECT f.id FROM first f WHERE f.n <= c_handed)) AND w.queue = p_queue
+         WHERE w.id = ANY (ARRAY(SELECT f.id FROM first f WHERE f.n <= c_handed))
+           AND w.queue || '' = p_queue      -- no use of an index on the queue; it may have been moved just now
            FOR UPDATE SKIP LOCKED
     ), next AS MATERIALIZED (
         SELECT f.*, f.id IN (SELECT h.id FROM held h) AS is_held FROM first f
@@ -290,10 +291,10 @@ BEGIN
         SELECT k.ordering,
                EXISTS (SELECT FROM awa.waiting_jobs w
                         WHERE w.queue = p_queue AND w.waits_for = 'order' AND w.waits_for IN ('key', 'order')
-                          AND w.wait_key = k.ordering)
+                          AND w.wait_key = k.ordering OFFSET 0)
                OR EXISTS (SELECT FROM awa.grants g
                            WHERE g.queue = p_queue AND g.scope = 'order' AND g.key = k.ordering
-                             AND NOT awa.is_over(g, true)) AS is_taken
+                             AND NOT awa.is_over(g, true) OFFSET 0) AS is_taken
           FROM (SELECT DISTINCT e.ordering FROM entry e WHERE e.ordering IS NOT NULL) k
     ), in_order AS MATERIALIZED (
         SELECT e.*, e.ordering IS NULL OR e.has_it
@@ -309,7 +310,7 @@ BEGIN
                              AND NOT awa.is_over(g, true)) AS in_hand,
                CASE WHEN EXISTS (SELECT FROM awa.waiting_jobs w
                                   WHERE w.queue = p_queue AND w.waits_for = 'key' AND w.waits_for IN ('key', 'order')
-                                    AND w.wait_key = k.key) THEN 0
+                                    AND w.wait_key = k.key OFFSET 0) THEN 0
                     ELSE p_limit - (SELECT count(*) FROM awa.grants g
                                      WHERE g.queue = p_queue AND g.scope = 'key' AND g.key = k.key
                                        AND NOT awa.is_over(g, true)) END AS free

@@ -273,7 +273,8 @@ BEGIN
                      ORDER BY w.id LIMIT p_limit
                 ), held AS MATERIALIZED (
                     SELECT w.id FROM awa.waiting_jobs w
-                     WHERE w.id = ANY (ARRAY(SELECT p.id FROM place p)) AND w.queue = p_queue
+                     WHERE w.id = ANY (ARRAY(SELECT p.id FROM place p))
+                       AND (w.queue = p_queue) IS TRUE      -- no index of queues for this
                        FOR UPDATE SKIP LOCKED
                 ), taken AS (
                     DELETE FROM awa.waiting_jobs w WHERE w.id = ANY (ARRAY(SELECT h.id FROM held h)) RETURNING w.*
@@ -356,7 +357,7 @@ BEGIN
                      ORDER BY e.ended_at, e.id LIMIT p_limit
                 ), held AS MATERIALIZED (
                     SELECT e.id FROM awa.ended_jobs e
-                     WHERE e.id = ANY (ARRAY(SELECT p.id FROM place p)) AND e.queue = p_queue
+                     WHERE e.id = ANY (ARRAY(SELECT p.id FROM place p)) AND (e.queue = p_queue) IS TRUE
                        FOR UPDATE SKIP LOCKED
                 ), taken AS (
                     DELETE FROM awa.ended_jobs e WHERE e.id = ANY (ARRAY(SELECT h.id FROM held h))
@@ -436,14 +437,18 @@ END $$;
 CREATE FUNCTION awa.cancel_waiting_v1(p_queue text, p_reason text DEFAULT NULL, p_from jsonb DEFAULT NULL,
                                       p_limit integer DEFAULT 500, OUT happened text, OUT cancelled integer,
                                       OUT go_on jsonb)
-LANGUAGE sql VOLATILE AS $$
+LANGUAGE sql VOLATILE
+SET jit = off
+AS $$
     SELECT s.happened, s.waiting, s.go_on FROM awa.clear_step(p_queue, false, p_reason, p_from, p_limit) s
 $$;
 
 -- Delete whatever waits in a queue, is available, has failed or was cancelled, in steps as awa.cancel_waiting_v1.
 CREATE FUNCTION awa.purge_queue_v1(p_queue text, p_from jsonb DEFAULT NULL, p_limit integer DEFAULT 500,
                                    OUT happened text, OUT waiting integer, OUT ended integer, OUT go_on jsonb)
-LANGUAGE sql VOLATILE AS $$
+LANGUAGE sql VOLATILE
+SET jit = off
+AS $$
     SELECT s.happened, s.waiting, s.ended, s.go_on FROM awa.clear_step(p_queue, true, NULL, p_from, p_limit) s
 $$;
 

@@ -40,7 +40,9 @@ _COMMANDS = {
     "db": "Start, stop and inspect the private PostgreSQL.",
     "demo": "Watch real jobs run, a worker die, and nothing get lost.",
     "health": "Ask a worker, or the database, whether there is one at work.",
+    "job": "Look at jobs, put one in, cancel, retry, move them.",
     "migrate": "Bring a database's schema up to date.",
+    "queue": "Look at queues, pause, limit, empty them.",
     "storage": "Check the stored jobs, mend a restored copy, see what the ring holds.",
 }
 """Each is the attribute of its name in the module ``awa.cli.<name>``; the texts are here so that help imports none."""

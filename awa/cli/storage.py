@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime
@@ -13,6 +13,7 @@ import click
 from psycopg import Connection
 
 from awa.cli import EXIT_FAILED
+from awa.cli.target import database_options
 from awa.config import load_settings
 from awa.embedded import find_or_start_database
 from awa.storage import rebase as rebasing
@@ -25,22 +26,10 @@ from awa.storage.rebase import Rebased, Survey, survey
 from awa.storage.schema import Schema
 from awa.storage.status import SlotStatus, read_status
 
-Command = Callable[..., None]
-
 
 @click.group()
 def storage() -> None:
     """Check the stored jobs, mend a copy that was restored, and see what the ring of segments holds."""
-
-
-def _options(command: Command) -> Command:
-    for option in (
-        click.option("--json", "as_json", is_flag=True, help="Answer in JSON."),
-        click.option("--schema", "schema_name", metavar="NAME", help="The schema; else AWA_SCHEMA, else awa."),
-        click.option("--database", metavar="URL", help="The database; else AWA_DATABASE_URL, DATABASE_URL or PG*."),
-    ):
-        command = option(command)
-    return command
 
 
 @contextmanager
@@ -59,7 +48,7 @@ def _connected(
 
 
 @storage.command()
-@_options
+@database_options
 @click.pass_context
 def check(context: click.Context, database: str | None, schema_name: str | None, as_json: bool) -> None:
     """Recompute every sum, and report what does not fit; exit code 1 when something was found.
@@ -101,7 +90,7 @@ def _report_text(schema: Schema, report: Report) -> str:
 
 
 @storage.command()
-@_options
+@database_options
 @click.option("--yes", "is_sure", is_flag=True, help="Do not ask.")
 def rebase(database: str | None, schema_name: str | None, as_json: bool, is_sure: bool) -> None:
     """Make a restored or replicated copy this server's own: everything that is open is appended again.
@@ -141,7 +130,7 @@ def _rebased_text(schema: Schema, done: Rebased) -> str:
 
 
 @storage.command()
-@_options
+@database_options
 def status(database: str | None, schema_name: str | None, as_json: bool) -> None:
     """Show each slot of the ring: how full it is, since when, and what keeps it from being emptied."""
     with _connected(database, schema_name) as (conn, schema):

@@ -129,6 +129,7 @@ class Awa:
     result = _OfClient(Client.result)
     cancel = _OfClient(Client.cancel)
     cancel_by_unique_key = _OfClient(Client.cancel_by_unique_key)
+    retry = _OfClient(Client.retry)
     worker = _OfClient(Client.worker)
     connection = _OfClient(Client.connection)
     close = _OfClient(Client.close)

@@ -1,4 +1,4 @@
-"""What operators do to one job: cancel it, move it; and the requests that a cancel leaves for running attempts."""
+"""What operators do to one job: cancel, retry, reprioritise, move; and the requests that a cancel leaves behind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from psycopg import Connection, Cursor
 from psycopg.rows import dict_row, scalar_row
 
-from awa.errors import JobBusy, JobNotFound
+from awa.errors import JobBusy, JobNotFound, UniqueConflict
 from awa.job import JobId, JobState
 from awa.storage.jobs import REFUSED, refusal
 from awa.storage.pooler import read_committed
@@ -25,9 +25,9 @@ class Controlled:
 
     id: JobId
     """The job."""
-    happened: Literal["cancelled", "requested", "moved", "refused", "nothing"]
-    """``cancelled`` or ``moved``: it is. ``requested``: its running handler is told. ``refused``: not in this state.
-    ``nothing``: there was nothing to do."""
+    happened: Literal["cancelled", "requested", "retried", "reprioritised", "moved", "refused", "nothing"]
+    """``cancelled``, ``retried``, ``reprioritised`` or ``moved``: it is. ``requested``: its running handler is told.
+    ``refused``: not in this state. ``nothing``: there was nothing to do."""
     state: JobState
     """Its state now."""
 
@@ -81,6 +81,44 @@ def cancel_holder(
     return cancel_job(conn, schema, job_id, reason=reason, force=force)
 
 
+RETRY = "SELECT happened, state, existing_id, unique_key FROM awa.retry_v1(%(id)s::bigint)"
+
+
+def retry_job(conn: Connection[Any], schema: Schema, job_id: int) -> Controlled:
+    """Make a job available that has failed, was cancelled or waits for a time, in a transaction of its own.
+
+    Returns:
+        ``retried``; ``nothing`` when it is available already, or set aside; ``refused`` when it is running, has
+        completed, or waits for something else than a time.
+
+    Raises:
+        UniqueConflict: It has ended, and another job holds its unique key; nothing was changed.
+        JobNotFound: There is none, or its history is gone.
+        JobBusy: Somebody held it for a second; nothing was changed.
+
+    Source: migrations/0023_job_control.sql.
+    """
+    return _control(conn, schema, job_id, RETRY, {}, part="producer")
+
+
+SET_PRIORITY = "SELECT happened, state FROM awa.set_priority_v1(%(id)s::bigint, %(priority)s::integer)"
+
+
+def set_priority(conn: Connection[Any], schema: Schema, job_id: int, priority: int) -> Controlled:
+    """Give a job that waits or is available another priority, in a transaction of its own at READ COMMITTED.
+
+    Returns:
+        ``reprioritised``; ``nothing`` when it had it before; ``refused`` when it is running or has ended.
+
+    Raises:
+        JobNotFound: There is none, or its history is gone.
+        JobBusy: Somebody held it for a second; nothing was changed.
+
+    Source: migrations/0023_job_control.sql.
+    """
+    return _control(conn, schema, job_id, SET_PRIORITY, {"priority": priority}, part="worker")
+
+
 MOVE = "SELECT happened, state FROM awa.move_v1(%(id)s::bigint, %(queue)s::text)"
 
 
@@ -94,7 +132,7 @@ def move_job(conn: Connection[Any], schema: Schema, job_id: int, queue: str) -> 
         JobNotFound: There is none, or its history is gone.
         JobBusy: Somebody held it for a second; nothing was changed.
 
-    Source: migrations/0010_control.sql.
+    Source: migrations/0023_job_control.sql.
     """
     return _control(conn, schema, job_id, MOVE, {"queue": queue}, part="worker")
 
@@ -119,7 +157,15 @@ def _control(
             "changed, try again",
             job_id=job_id,
         )
-    return Controlled(id=JobId(job_id), **found)
+    if found["happened"] == "conflict":
+        key, existing = bytes(found["unique_key"]), found["existing_id"]
+        raise UniqueConflict(
+            f"job {job_id}, which is {found['state']}, has a unique key that job {existing} holds now ({key.hex()}): "
+            "nothing was changed; cancel that one first, or leave this one as it is",
+            existing_id=existing,
+            key=key,
+        )
+    return Controlled(id=JobId(job_id), happened=found["happened"], state=found["state"])
 
 
 REQUESTS = "SELECT entry_id FROM awa.cancel_requests WHERE runtime = %(runtime)s"

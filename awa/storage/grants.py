@@ -38,10 +38,18 @@ OWNERS_FUNCTIONS: Mapping[str, tuple[Part, ...]] = {
     "find_job_v2(bigint)": ("worker", "producer", "reader"),
     "outcome_v1(bigint[])": ("worker", "producer", "reader"),
     "cancel_v1(bigint, text, boolean)": ("worker", "producer"),
+    "retry_v1(bigint)": ("worker", "producer"),
     "enqueue_v1(text, json, text, integer, integer, integer, timestamptz, interval, text[], json, bytea, text[], text,"
     " json, bigint[], text, boolean)": ("worker", "producer"),
+    "enqueue_v2(text, json, text, integer, integer, integer, timestamptz, interval, text[], json, bytea, text[], text,"
+    " json, bigint[], text, text, text, timestamptz, boolean)": ("worker", "producer"),
     "enqueue_many_v1(text[], smallint[], text[], text[], smallint[], integer[], text[], text[], text[],"
     " double precision[], bytea[], text[], text[], text[], text[], boolean)": ("worker", "producer"),
+    "enqueue_many_v2(text[], smallint[], text[], text[], smallint[], integer[], text[], text[], text[],"
+    " double precision[], bytea[], text[], text[], text[], text[], text[], text[], text[], boolean)": (
+        "worker",
+        "producer",
+    ),
     "holder_v1(bytea)": ("worker", "producer"),
 }
 """The functions that act with the owner's rights, and who may call them."""

@@ -54,6 +54,12 @@ class JobRow(NamedTuple):  # a tuple: made once per job, in half the time of a f
     """For finding it again."""
     metadata: bytes | None = None
     """JSON text."""
+    concurrency_key: str | None = None
+    """What it shares with others, of which so many run at once."""
+    ordering_key: str | None = None
+    """What it shares with others, of which one runs after the other."""
+    expires_at: datetime | None = None
+    """No attempt begins after this instant."""
     run_at: datetime | None = None
     """Not before; None: at once, or after *delay*."""
     delay: float | None = None
@@ -78,13 +84,14 @@ class JobRow(NamedTuple):  # a tuple: made once per job, in half the time of a f
     @property
     def is_bound(self) -> bool:
         """It has to do with other jobs: equal ones, those before it, or those after."""
-        return self[10:] != _UNBOUND
+        return self[13:] != _UNBOUND
 
 
-_PLAIN = (None,) * 10
+_PLAIN = (None,) * 13
 AT_ONCE = (None,) * 7
 """The end, from ``run_at`` on, of a row that is available at once and has nothing to do with other jobs."""
-_NOTHING_RARE = _UNBOUND = (None,) * 5
+_NOTHING_RARE = (None,) * 8
+_UNBOUND = (None,) * 5
 
 
 class Written(NamedTuple):
@@ -125,25 +132,31 @@ INSERT_PLAIN = """
 INSERT_ANY = """
     WITH input AS MATERIALIZED (
         SELECT nextval('awa.entry_id_seq') AS id, t.n, t.queue, t.priority, t.kind, t.args::json AS args,
-               t.max_attempts, t.timeout_ms, t.metadata::json AS metadata, t.run_at,
+               t.max_attempts, t.timeout_ms, t.metadata::json AS metadata, t.run_at, t.concurrency_key, t.ordering_key,
+               t.expires_at::timestamptz AS expires_at,
                CASE WHEN t.tags IS NOT NULL THEN ARRAY(SELECT json_array_elements_text(t.tags::json)) END AS tags,
                t.run_at IS NULL OR t.run_at <= clock_timestamp() AS is_due
           FROM (SELECT i.n, i.queue, i.priority, i.kind, i.args, i.max_attempts, i.timeout_ms, i.tags, i.metadata,
+                       i.concurrency_key, i.ordering_key, i.expires_at,
                        coalesce(i.run_at::timestamptz, clock_timestamp() + i.delay * interval '1 s') AS run_at
                   FROM unnest(%(queues)b::text[], %(priorities)b::smallint[], %(kinds)b::text[], %(args)b::text[],
                               %(max_attempts)b::smallint[], %(timeouts)s::integer[], %(tags)b::text[],
-                              %(metadata)b::text[], %(run_ats)b::text[], %(delays)s::double precision[])
+                              %(metadata)b::text[], %(run_ats)b::text[], %(delays)s::double precision[],
+                              %(concurrency_keys)b::text[], %(ordering_keys)b::text[], %(expires_ats)b::text[])
                        WITH ORDINALITY AS i(queue, priority, kind, args, max_attempts, timeout_ms, tags, metadata,
-                                            run_at, delay, n)
+                                            run_at, delay, concurrency_key, ordering_key, expires_at, n)
                  ORDER BY i.n) t
     ), available AS (
-        INSERT INTO awa.jobs (entry_id, id, queue, lane, priority, kind, args, max_attempts, timeout_ms, tags, metadata)
+        INSERT INTO awa.jobs (entry_id, id, queue, lane, priority, kind, args, max_attempts, timeout_ms, tags, metadata,
+                              concurrency_key, ordering_key, expires_at)
         SELECT i.id, i.id, i.queue, 2 * i.priority + 1, i.priority, i.kind, i.args, i.max_attempts, i.timeout_ms,
-               i.tags, i.metadata
+               i.tags, i.metadata, i.concurrency_key, i.ordering_key, i.expires_at
           FROM input i WHERE i.is_due ORDER BY i.n
     ), scheduled AS (
-        INSERT INTO awa.waiting_jobs (id, run_at, queue, priority, kind, args, max_attempts, timeout_ms, tags, metadata)
-        SELECT i.id, i.run_at, i.queue, i.priority, i.kind, i.args, i.max_attempts, i.timeout_ms, i.tags, i.metadata
+        INSERT INTO awa.waiting_jobs (id, run_at, queue, priority, kind, args, max_attempts, timeout_ms, tags, metadata,
+                                      concurrency_key, ordering_key, expires_at)
+        SELECT i.id, i.run_at, i.queue, i.priority, i.kind, i.args, i.max_attempts, i.timeout_ms, i.tags, i.metadata,
+               i.concurrency_key, i.ordering_key, i.expires_at
           FROM input i WHERE NOT i.is_due
     ), bells AS MATERIALIZED (
         SELECT array_agg(DISTINCT CASE WHEN i.is_due THEN i.queue ELSE '' END) AS queues
@@ -154,33 +167,37 @@ INSERT_ANY = """
 
 ENQUEUE_KEY = """
     SELECT id, is_new
-      FROM awa.enqueue_v1(p_kind => %s, p_args => %s::json, p_queue => %s, p_priority => %s::integer,
+      FROM awa.enqueue_v2(p_kind => %s, p_args => %s::json, p_queue => %s, p_priority => %s::integer,
                           p_max_attempts => %s::integer, p_unique_key => %s::bytea, p_on_conflict => %s,
                           p_notify => {notify})
 """
 
 ENQUEUE_ONE = """
     SELECT id, is_new
-      FROM awa.enqueue_v1(p_queue => %(queue)s, p_kind => %(kind)s, p_args => %(args)s::json,
+      FROM awa.enqueue_v2(p_queue => %(queue)s, p_kind => %(kind)s, p_args => %(args)s::json,
                           p_priority => %(priority)s::integer, p_max_attempts => %(max_attempts)s::integer,
                           p_timeout_ms => %(timeout_ms)s::integer, p_tags => %(tags)s::text[],
                           p_metadata => %(metadata)s::json, p_run_at => %(run_at)s::timestamptz,
                           p_delay => %(delay)s::double precision * interval '1 s', p_unique_key => %(key)s::bytea,
                           p_unique_states => %(states)s::text[], p_on_conflict => %(on_conflict)s,
-                          p_follow_ups => %(follow_ups)s::json, p_notify => {notify})
+                          p_follow_ups => %(follow_ups)s::json, p_concurrency_key => %(concurrency_key)s,
+                          p_ordering_key => %(ordering_key)s, p_expires_at => %(expires_at)s::timestamptz,
+                          p_notify => {notify})
 """
 
 ENQUEUE_MANY = """
     SELECT n, id, is_new, problem
-      FROM awa.enqueue_many_v1(%(queues)b::text[], %(priorities)b::smallint[], %(kinds)b::text[], %(args)b::text[],
+      FROM awa.enqueue_many_v2(%(queues)b::text[], %(priorities)b::smallint[], %(kinds)b::text[], %(args)b::text[],
                                %(max_attempts)b::smallint[], %(timeouts)s::integer[], %(tags)b::text[],
                                %(metadata)b::text[], %(run_ats)b::text[], %(delays)s::double precision[],
                                %(keys)s::bytea[], %(on_conflict)s::text[], %(follow_ups)b::text[], %(parents)s::text[],
-                               %(on_parent_failure)s::text[], {notify})
+                               %(on_parent_failure)s::text[], %(concurrency_keys)b::text[], %(ordering_keys)b::text[],
+                               %(expires_ats)b::text[], {notify})
 """
 
 COPY = """
-    COPY awa.jobs (queue, lane, priority, kind, args, max_attempts, timeout_ms, tags, metadata)
+    COPY awa.jobs (queue, lane, priority, kind, args, max_attempts, timeout_ms, tags, metadata, concurrency_key,
+                   ordering_key, expires_at)
     FROM STDIN WITH (ENCODING 'UTF8')
 """
 
@@ -250,7 +267,7 @@ def insert_job(conn: Driver, schema: Schema, row: JobRow, *, notify: bool) -> Wr
     if row.unique is None or row.parents is not None:
         return insert_jobs(conn, schema, [row], notify=notify)[0]
     assert isinstance(row.unique, bytes)
-    if row[5:10] == _NOTHING_RARE and row.follow_ups is None and len(row.unique) == 16:
+    if row[5:13] == _NOTHING_RARE and row.follow_ups is None and len(row.unique) == 16:
         queue, kind, args, priority, max_attempts = row[:5]
         params = (kind, args.decode(), queue, str(priority), str(max_attempts), row.unique, _mode(row))
         job_id, is_new = _one_row(conn, schema, ENQUEUE_KEY, notify, params)
@@ -350,6 +367,11 @@ def _batch(schema: Schema, rows: Sequence[JobRow], notify: bool) -> tuple[str, d
             "metadata": Array(text_array([row.metadata for row in rows])),
             "run_ats": Array(text_array([None if row.run_at is None else row.run_at.isoformat() for row in rows])),
             "delays": [row.delay for row in rows],
+            "concurrency_keys": Array(text_array([row.concurrency_key for row in rows])),
+            "ordering_keys": Array(text_array([row.ordering_key for row in rows])),
+            "expires_ats": Array(
+                text_array([None if row.expires_at is None else row.expires_at.isoformat() for row in rows])
+            ),
         }
         if is_bound:
             params |= {
@@ -482,20 +504,29 @@ class _Lines:
 
 
 def _copy_line(row: JobRow) -> bytes:
+    queue, kind, args, priority, max_attempts = row[:5]
+    body = args.replace(b"\\", b"\\\\")  # JSON has no raw tab or line break
+    rest = _COPY_NOTHING_RARE if row[5:13] == _NOTHING_RARE else _copy_rare(row)
+    begin = _copy_text(queue.encode()), 2 * priority + 1, priority, _copy_text(kind.encode())
+    return b"%b\t%d\t%d\t%b\t%b\t%d\t%b" % (*begin, body, max_attempts, rest)
+
+
+_COPY_NOTHING_RARE = b"\t".join([b"\\N"] * 6) + b"\n"
+
+
+def _copy_rare(row: JobRow) -> bytes:
     tags = b"\\N"
     if row.tags is not None:
         quoted = ('"' + tag.replace("\\", "\\\\").replace('"', '\\"') + '"' for tag in row.tags)
         tags = _copy_text(f"{{{','.join(quoted)}}}".encode())
     return b"\t".join(
         (
-            _copy_text(row.queue.encode()),
-            b"%d\t%d" % (2 * row.priority + 1, row.priority),
-            _copy_text(row.kind.encode()),
-            row.args.replace(b"\\", b"\\\\"),  # JSON has no raw tab or line break
-            b"%d" % row.max_attempts,
             b"\\N" if row.timeout_ms is None else b"%d" % row.timeout_ms,
             tags,
-            b"\\N\n" if row.metadata is None else row.metadata.replace(b"\\", b"\\\\") + b"\n",
+            b"\\N" if row.metadata is None else row.metadata.replace(b"\\", b"\\\\"),
+            b"\\N" if row.concurrency_key is None else _copy_text(row.concurrency_key.encode()),
+            b"\\N" if row.ordering_key is None else _copy_text(row.ordering_key.encode()),
+            b"\\N\n" if row.expires_at is None else row.expires_at.isoformat().encode() + b"\n",
         )
     )
 

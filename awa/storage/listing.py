@@ -1,4 +1,4 @@
-"""Listing the jobs of one state, newest first, page by page.
+"""Listing jobs, state by state and newest first, page by page.
 
 Each state has a source or two, and each source two statements. *Places* tells where the next jobs may be, by an index:
 ids, positions in a lane, or claims. *Jobs* reads what is there and leaves out what does not fit. A place has a key of
@@ -11,7 +11,8 @@ two numbers that never changes and by which the source is ordered, so a page goe
     completed                                 claims of the queues       (claim_id, position in it)
     failed, cancelled                         rows of ended_jobs         (ended_at in microseconds, id)
 
-A job that changes its state meanwhile gets a new key, ahead of all others, or the one it had: no page shows it twice.
+A job that changes its state meanwhile gets a new key, ahead of all others, or the one it had: no page of a state shows
+it twice. Where only some jobs are wanted, their places come from a search for their ids; the rest is the same.
 """
 
 from __future__ import annotations
@@ -47,25 +48,33 @@ class JobPage:
     """Give this to get the next page; None: the list ends here."""
 
 
+ORDER = (
+    *(JobState.RUNNING, JobState.AVAILABLE, JobState.SCHEDULED, JobState.RETRYABLE, JobState.WAITING_EXTERNAL),
+    *(JobState.FAILED, JobState.CANCELLED, JobState.COMPLETED),
+)
+"""The states as a list of all jobs has them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a list was read: behind *key* in one of its state's sources."""
+    """How far a list was read: behind *key* in one of the sources of *state*."""
 
+    state: JobState
     source: int
     key: Key
 
-    def cursor(self, state: JobState) -> str:
+    def cursor(self) -> str:
         """As text."""
-        return f"{state}.{self.source}.{self.key[0]}.{self.key[1]}"
+        return f"{self.state}.{self.source}.{self.key[0]}.{self.key[1]}"
 
     @classmethod
-    def read(cls, cursor: str, state: JobState) -> Position | None:
-        """The position that *cursor* stands for; None when it is none of a list of *state*."""
+    def read(cls, cursor: str) -> Position | None:
+        """The position that *cursor* stands for; None when it is none."""
         found = re.fullmatch(r"([a-z_]+)\.(\d)\.(\d{1,19})\.(\d{1,19})", cursor, re.ASCII)
-        if found is None or found[1] != state or int(found[2]) >= len(SOURCES[state]):
+        if found is None or found[1] not in list(JobState) or int(found[2]) >= len(SOURCES[JobState(found[1])]):
             return None
         key = int(found[3]), int(found[4])
-        return cls(int(found[2]), key) if max(key) < 2**63 else None
+        return cls(JobState(found[1]), int(found[2]), key) if max(key) < 2**63 else None
 
 
 # The columns of JobInfo, in its order; what differs between the sources is put in.
@@ -93,6 +102,9 @@ def _columns(table: str, **given: str) -> str:
 
 _LAST_RUNTIME = "LEFT JOIN awa.runtime_instances r ON r.id = ({t}.history->-1->>'runtime')::bigint"
 
+_WANTED = """(%(kind)s::text IS NULL OR {t}.kind = %(kind)s)
+       AND (%(tag)s::text IS NULL OR %(tag)s = ANY ({t}.tags))"""
+
 WAITING_PLACES = """
     SELECT w.id, 0, 1, NULL, NULL, NULL
       FROM unnest(%(queues)s::text[]) q(queue)
@@ -109,7 +121,7 @@ WAITING_JOBS = f"""
       FROM unnest(%(keys1)s::bigint[]) p(id)
      CROSS JOIN LATERAL (SELECT * FROM awa.waiting_jobs w WHERE w.id = p.id LIMIT 1) w
       {_LAST_RUNTIME.format(t="w")}
-     WHERE (%(kind)s::text IS NULL OR w.kind = %(kind)s)
+     WHERE {_WANTED.format(t="w")}
      ORDER BY 1 DESC LIMIT %(limit)s
 """
 
@@ -132,7 +144,7 @@ ENDED_JOBS = f"""
       FROM unnest(%(keys2)s::bigint[]) p(id)
      CROSS JOIN LATERAL (SELECT * FROM awa.ended_jobs e WHERE e.id = p.id LIMIT 1) e
       {_LAST_RUNTIME.format(t="e")}
-     WHERE (%(kind)s::text IS NULL OR e.kind = %(kind)s)
+     WHERE {_WANTED.format(t="e")}
      ORDER BY 1 DESC, 2 DESC LIMIT %(limit)s
 """
 
@@ -164,7 +176,7 @@ AVAILABLE_JOBS = f"""
                           %(lanes)s::smallint[]) u(key1, entry_id, slot, queue, lane)) p
      CROSS JOIN LATERAL {_ENTRY.format(m="p")}
       {_LAST_RUNTIME.format(t="j")}
-     WHERE (%(kind)s::text IS NULL OR j.kind = %(kind)s)
+     WHERE {_WANTED.format(t="j")}
        AND NOT EXISTS (SELECT FROM awa.attempt_ends e WHERE e.slot = p.slot AND e.entry_id = p.entry_id OFFSET 0)
      ORDER BY 1 DESC, 2 DESC LIMIT %(limit)s
 """
@@ -193,7 +205,8 @@ _MEMBERS = f"""
                           WHERE j.slot = c.slot AND j.queue = c.queue AND j.lane = c.lane AND j.xid = m.xid
                             AND j.entry_id = m.entry_id LIMIT 1) j
       LEFT JOIN awa.runtime_instances r ON r.id = c.runtime
-     WHERE (%(kind)s::text IS NULL OR j.kind = %(kind)s)
+     WHERE {_WANTED.format(t="j")}
+       AND (%(entries)s::bigint[] IS NULL OR m.entry_id = ANY (%(entries)s))
        AND (c.claim_id, m.idx) < (%(key1)s::bigint, %(key2)s::bigint)
      ORDER BY 1 DESC, 2 DESC LIMIT %(limit)s
 """
@@ -287,38 +300,108 @@ SOURCES: dict[JobState, tuple[Source, ...]] = {
 }
 
 
+# Where some jobs are: state, source, key, key, 1, slot, queue, lane, entry. What runs and what has completed is told
+# apart as find_job_v2 does it; a job whose row of ended_jobs was deleted is in no list.
+LOCATE = """
+    SELECT w.state, CASE w.state WHEN 'available' THEN 1 ELSE 0 END, w.id, 0::bigint, 1, NULL::smallint, w.queue,
+           NULL::smallint, NULL::bigint
+      FROM unnest(%(ids)s::bigint[]) p(id)
+     CROSS JOIN LATERAL (SELECT * FROM awa.waiting_jobs w WHERE w.id = p.id LIMIT 1) w
+     UNION ALL
+    SELECT e.state, 0, (extract(epoch FROM e.ended_at) * 1000000)::bigint, e.id, 1, NULL, e.queue, NULL, NULL
+      FROM unnest(%(ids)s::bigint[]) p(id)
+     CROSS JOIN LATERAL (SELECT * FROM awa.ended_jobs e WHERE e.id = p.id LIMIT 1) e
+     UNION ALL
+    SELECT CASE WHEN c.claim_id IS NULL THEN 'available'
+                WHEN e.outcome IS NOT NULL
+                     OR EXISTS (SELECT FROM awa.completions x
+                                 WHERE x.slot = n.slot AND x.claim_id = c.claim_id AND c.idx = ANY (x.idx) OFFSET 0)
+                THEN 'completed' ELSE 'running' END,
+           0, coalesce(c.claim_id, n.xid::text::bigint), CASE WHEN c.claim_id IS NULL THEN n.entry_id ELSE 0 END, 1,
+           n.slot, n.queue, n.lane, n.entry_id
+      FROM awa.newest_entries(ARRAY(SELECT p FROM unnest(%(ids)s::bigint[]) p
+                                     WHERE NOT EXISTS (SELECT FROM awa.waiting_jobs w WHERE w.id = p)
+                                       AND NOT EXISTS (SELECT FROM awa.ended_jobs e WHERE e.id = p)), NULL) n
+      LEFT JOIN LATERAL (SELECT e.outcome, e.claim_id FROM awa.attempt_ends e
+                          WHERE e.slot = n.slot AND e.entry_id = n.entry_id LIMIT 1) e ON true
+      LEFT JOIN LATERAL (
+           SELECT e.claim_id, NULL::smallint AS idx WHERE e.outcome IS NOT NULL
+           UNION ALL
+           SELECT t.claim_id, t.idx
+             FROM awa.claim_of(n.slot, n.queue, n.lane, n.xid, n.entry_id, n.available_at) t
+            WHERE e.outcome IS NULL) c ON true
+     WHERE n.entry_id IS NOT NULL AND (e.outcome IS NULL OR e.outcome = 'completed')
+"""
+
+
+class _Some:
+    """The places of some jobs, as the sources would give them."""
+
+    def __init__(self, look: Look, ids: Sequence[int], queue: str | None) -> None:
+        self._places: dict[tuple[JobState, int, Key], tuple[Any, ...]] = {}
+        self.entries: list[int] = []
+        """Those in the ring; of a claim, only these are wanted."""
+        for state, source, *place, entry in look.rows(LOCATE, ids=list(ids)):
+            if queue is None or place[4] == queue:
+                key = place[0], place[1]
+                self._places[JobState(state), source, key] = tuple(place)
+                self.entries += [] if entry is None else [entry]
+
+    def of(self, state: JobState, source: int, behind: Key) -> list[tuple[Any, ...]]:
+        """Those of a source behind a key, newest first; a claim once."""
+        keys = [key for found, number, key in self._places if (found, number) == (state, source) and key < behind]
+        return [self._places[state, source, key] for key in sorted(keys, reverse=True)]
+
+
 def list_jobs(
-    look: Look, state: JobState, *, queue: str | None, kind: str | None, limit: int, position: Position | None
+    look: Look,
+    states: Sequence[JobState],
+    *,
+    queue: str | None = None,
+    kind: str | None = None,
+    tag: str | None = None,
+    ids: Sequence[int] | None = None,
+    limit: int,
+    position: Position | None = None,
 ) -> JobPage:
-    """One page of the jobs in *state*.
+    """One page of the jobs in *states*, one state after the other.
 
     Args:
-        queue, kind: Only of these; None: of all.
+        queue, kind, tag: Only of these; None: of all.
+        ids: Only these jobs; None: all.
         limit: Most jobs to return.
         position: Where the last page ended; None: the first page.
     """
-    queues = [name for (name,) in look.rows(LIST_QUEUES)] if queue is None else [queue]
-    filters = {"state": state.value, "queue": queue, "queues": queues}
+    some = None if ids is None else _Some(look, ids, queue)
+    queues = [queue] if queue is not None else [] if some else [name for (name,) in look.rows(LIST_QUEUES)]
+    filters = {"queue": queue, "queues": queues}
+    wanted = {"kind": kind, "tag": tag, "entries": None if some is None else some.entries}
     found: list[tuple[Position, JobInfo]] = []
     looked_at = 0
-    for number, source in enumerate(SOURCES[state]):
-        if position is not None and number < position.source:
-            continue
-        behind = position.key if position is not None and number == position.source else source.start
-        wanted = limit + 1 if kind is None else GROUP
-        while places := look.rows(source.places, key1=behind[0], key2=behind[1], limit=wanted, **filters):
-            for group in _groups(places):
-                left = limit + 1 - len(found)
-                rows = look.rows(source.jobs, **_arrays(group), key1=behind[0], key2=behind[1], kind=kind, limit=left)
-                found += [(Position(number, (row[0], row[1])), JobInfo(*row[2:])) for row in rows]
-                if len(found) > limit:
-                    return JobPage([job for _, job in found[:limit]], found[limit - 1][0].cursor(state))
-                behind = group[-1][0], group[-1][1]
-                looked_at += sum(max(place[2], 1) for place in group)
-                if looked_at >= MOST_LOOKED_AT:
-                    return JobPage([job for _, job in found], Position(number, behind).cursor(state))
-            if len(places) < wanted:
-                break
+    for state in states if position is None else states[states.index(position.state) :]:
+        begun = position if position is not None and position.state == state else None
+        for number, source in enumerate(SOURCES[state]):
+            if begun is not None and number < begun.source:
+                continue
+            behind = begun.key if begun is not None and number == begun.source else source.start
+            most = limit + 1 if kind is None and tag is None else GROUP
+            while places := (
+                look.rows(source.places, key1=behind[0], key2=behind[1], limit=most, state=state.value, **filters)
+                if some is None
+                else some.of(state, number, behind)
+            ):
+                for group in _groups(places):
+                    keys = {"key1": behind[0], "key2": behind[1], "limit": limit + 1 - len(found)}
+                    rows = look.rows(source.jobs, **_arrays(group), **keys, **wanted)
+                    found += [(Position(state, number, (row[0], row[1])), JobInfo(*row[2:])) for row in rows]
+                    if len(found) > limit:
+                        return JobPage([job for _, job in found[:limit]], found[limit - 1][0].cursor())
+                    behind = group[-1][0], group[-1][1]
+                    looked_at += sum(max(place[2], 1) for place in group)
+                    if looked_at >= MOST_LOOKED_AT:
+                        return JobPage([job for _, job in found], Position(state, number, behind).cursor())
+                if some is not None or len(places) < most:
+                    break
     return JobPage([job for _, job in found], None)
 
 

@@ -59,6 +59,15 @@ def list_queues(conn: Connection[Any], schema: Schema) -> list[str]:
         return [str(name) for name in cursor.execute(schema.sql(LIST_QUEUES))]
 
 
+COUNT_ENDED = "SELECT count(*) FROM awa.ended_jobs"
+
+
+def count_ended(conn: Connection[Any], schema: Schema) -> int:
+    """How many jobs have ended without completing."""
+    with Cursor(conn, row_factory=scalar_row) as cursor:
+        return int(cursor.execute(schema.sql(COUNT_ENDED)).fetchone() or 0)
+
+
 # As text: a lent connection may be of any driver, with types of its owner's.
 LIST_JOBS = """
     SELECT row_to_json(f)::text

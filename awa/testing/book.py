@@ -44,6 +44,7 @@ class Entry:
     number: int = 1
     """Of the attempt that runs, or comes next."""
     run_at: datetime | None = None
+    expires_at: datetime | None = None
     claimed_at: datetime | None = None
     ended_at: datetime | None = None
     elapsed_ms: int | None = None
@@ -142,6 +143,8 @@ class Book:
             for entry in self._entries.values():
                 if entry.run_at is not None:
                     entry.run_at -= step
+                if entry.expires_at is not None and entry.waits_for is not None:
+                    entry.expires_at -= step
             return self.promote()
 
     def add(self, rows: Sequence[JobRow]) -> list[Written]:
@@ -184,7 +187,8 @@ class Book:
             return [Written(owner, owner == job_id) for job_id, owner in zip(ids, owners, strict=True)]
 
     def _write(self, job_id: JobId, row: JobRow, now: datetime) -> None:
-        entry = self._entries[job_id] = Entry(job_id, row, created_at=now, parents=row.parents or ())
+        entry = Entry(job_id, row, created_at=now, expires_at=row.expires_at, parents=row.parents or ())
+        self._entries[job_id] = entry
         if entry.key is not None:
             self._holders[entry.key[:KEY_BYTES]] = entry
         run_at = _due(row, now)
@@ -211,6 +215,7 @@ class Book:
             return
         failed = entry.row.on_parent_failure if row.parents is None else row.on_parent_failure
         entry.row = row._replace(unique=entry.row.unique, on_parent_failure=failed)
+        entry.expires_at = row.expires_at
         run_at = _due(row, now)
         if row.parents is not None:
             entry.parents = row.parents
@@ -234,13 +239,24 @@ class Book:
                 self._entries.pop(job_id, None)
 
     def promote(self) -> int:
-        """Make available what is due; returns how many."""
+        """Cancel what has expired while it waits, make available what is due; returns how many those are."""
         with self._lock:
+            self._expire([entry for entry in self._entries.values() if entry.waits_for is not None])
             now = datetime.now(UTC)
             due = [entry for entry in self._entries.values() if _waits_until(entry) <= now]
             for entry in sorted(due, key=lambda entry: (entry.run_at, entry.id)):
                 self._make_available(entry)
             return len(due)
+
+    def _expire(self, entries: Iterable[Entry]) -> None:
+        """Cancel those that may not begin any more."""
+        now = datetime.now(UTC)
+        for entry in entries:
+            if entry.expires_at is None or entry.expires_at > now or entry.open is not None or entry.state.is_terminal:
+                continue
+            text = f"it expired at {entry.expires_at.astimezone(UTC):%Y-%m-%d %H:%M:%SZ}"
+            self._tell(entry, "cancelled", None, {"type": "Expired", "text": text, "traceback": ""})
+            self._end(entry, JobState.CANCELLED)
 
     def resolve(self) -> list[JobId]:
         """Let go who waited for jobs that have ended; returns those that are available now."""
@@ -308,6 +324,11 @@ class Book:
             for back, (_, _, entry) in enumerate(sorted(due, reverse=True)):
                 entry.run_at = now - timedelta(microseconds=back)
 
+    def count_ended(self) -> int:
+        """How many jobs have ended without completing."""
+        with self._lock:
+            return sum(entry.state in (JobState.FAILED, JobState.CANCELLED) for entry in self._entries.values())
+
     def queues(self) -> list[str]:
         """Every queue that has, or had, a job, by name."""
         with self._lock:
@@ -317,6 +338,8 @@ class Book:
         """Whether the job is available and has a handler."""
         with self._lock:
             found = self._entries.get(job_id)
+            if found is not None:
+                self._expire([found])
             return found is not None and found.state is JobState.AVAILABLE and found.row.kind in handlers
 
     def claim(self, queue: str, handlers: dict[str, Handler]) -> Attempt | None:
@@ -324,9 +347,10 @@ class Book:
         with self._lock:
             waiting = [e for e in self._entries.values() if e.state is JobState.AVAILABLE and e.row.queue == queue]
             for entry in sorted(waiting, key=lambda entry: (entry.row.priority, entry.order)):
-                if entry.row.kind in handlers:
-                    return self.begin(entry.id, handlers)
-                entry.waits_for = "kind"
+                if entry.row.kind not in handlers:
+                    entry.waits_for = "kind"
+                elif (attempt := self.begin(entry.id, handlers)) is not None:
+                    return attempt  # else it has expired
             return None
 
     def begin(self, job_id: int, handlers: dict[str, Handler]) -> Attempt | None:
@@ -471,6 +495,9 @@ def _row_of(said: dict[str, Any]) -> JobRow:
         timeout_ms=said.get("timeout_ms"),
         tags=tuple(said["tags"]) if "tags" in said else None,
         metadata=orjson.dumps(said["metadata"]) if "metadata" in said else None,
+        concurrency_key=said.get("concurrency_key"),
+        ordering_key=said.get("ordering_key"),
+        expires_at=datetime.fromisoformat(said["expires_at"]) if "expires_at" in said else None,
         run_at=datetime.fromisoformat(said["run_at"]) if "run_at" in said else None,
         delay=said.get("delay"),
         follow_ups=orjson.dumps(said["follow_ups"]) if "follow_ups" in said else None,

@@ -172,6 +172,7 @@ class _Desk:
             while due:
                 job_id = due.popleft()
                 if not book.can_begin(job_id, handlers):
+                    due += book.freed()  # it may have expired, and others follow that
                     continue
                 ran += 1
                 if level.depth > DEEPEST or ran > MOST:

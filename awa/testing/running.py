@@ -18,7 +18,7 @@ from awa.config import Settings
 from awa.errors import AwaError, ConfigError, UnknownKind
 from awa.job import JobId, JobState, Outcome
 from awa.registry import Task
-from awa.storage import recovery, runtimes, trial, waiting
+from awa.storage import expired, recovery, runtimes, trial, waiting
 from awa.storage.jobs import JobInfo
 from awa.storage.line import Line, Wanted
 from awa.storage.migrate import check_schema
@@ -107,7 +107,7 @@ def run_all(
             desk.make_due(queue)
         while True:
             desk.promote()
-            before = len(ran)
+            before, ended = len(ran), desk.count_ended()
             for name in desk.queues() if queue is None else [queue]:
                 while (limit is None or len(ran) < limit) and (one := desk.run_next(name)) is not None:
                     ran.append(one[0])
@@ -118,7 +118,8 @@ def run_all(
                             f"{MOST:,} attempts were run and there are more, the last of a job of kind "
                             f"{one[0].kind!r}: jobs that insert jobs for ever? Give a limit"
                         )
-            if len(ran) == before or len(ran) == limit:
+            # a claim cancels what has expired, and others may follow that, or have waited for it
+            if (len(ran) == before and desk.count_ended() == ended) or len(ran) == limit:
                 return ran
 
 
@@ -156,8 +157,9 @@ def advance(
 ) -> int:
     """Let time pass for the jobs of *client* that wait for it, and make available what is due then.
 
-    No clock is moved, neither the database's nor Python's. Instead everything that waits is moved: each ``run_at``
-    comes closer by the step. What was inserted, claimed or ended keeps its time.
+    No clock is moved, neither the database's nor Python's. Instead everything that waits is moved: each ``run_at`` and
+    ``expires_at`` comes closer by the step. What was inserted, claimed or ended keeps its time, and so does the
+    ``expires_at`` of an available job.
 
     Args:
         step: How much; or as days, hours, minutes and seconds, which are added.
@@ -184,6 +186,7 @@ def advance(
     with client._own() as conn:
         check_schema(conn, client._schema)
         trial.advance(conn, client._schema, by.total_seconds())
+        _expire(conn, client)
         return _promote(conn, client)
 
 
@@ -192,6 +195,7 @@ class _Desk(Protocol):
 
     def make_due(self, queue: str | None) -> None: ...
     def promote(self) -> None: ...
+    def count_ended(self) -> int: ...
     def queues(self) -> list[str]: ...
     def run_next(self, queue: str) -> tuple[Ran, Ending] | None: ...
 
@@ -247,6 +251,9 @@ class _Inline:
         self._book.resolve()
         self._book.promote()
 
+    def count_ended(self) -> int:
+        return self._book.count_ended()
+
     def queues(self) -> list[str]:
         return self._book.queues()
 
@@ -290,8 +297,13 @@ class _Database:
 
     def promote(self) -> None:
         with self._client._own() as conn:
+            _expire(conn, self._client)
             _resolve(conn, self._dependents)
             _promote(conn, self._client)
+
+    def count_ended(self) -> int:
+        with self._client._own() as conn:
+            return trial.count_ended(conn, self._schema)
 
     def queues(self) -> list[str]:
         with self._client._own() as conn:
@@ -364,6 +376,11 @@ def _resolve(conn: psycopg.Connection[Any], dependents: Dependents) -> None:
         if waiting in (0, before):
             return
         before = waiting
+
+
+def _expire(conn: psycopg.Connection[Any], client: Client) -> None:
+    while expired.expire_waiting(conn, client._schema, limit=1000) > 0:
+        pass
 
 
 def _promote(conn: psycopg.Connection[Any], client: Client) -> int:

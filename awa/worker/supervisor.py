@@ -41,6 +41,7 @@ from awa.worker.identity import Identity
 from awa.worker.known import KnownClaims
 from awa.worker.maintenance.deadlines import Deadlines
 from awa.worker.maintenance.dependents import Dependents
+from awa.worker.maintenance.expire import Expire
 from awa.worker.maintenance.keys import Keys
 from awa.worker.maintenance.loop import Maintenance
 from awa.worker.maintenance.promote import Promote
@@ -309,6 +310,7 @@ class Worker:
                 identity=identity,
                 chores=[
                     Promote(schema),
+                    Expire(schema),
                     dependents,
                     Rescue(schema, heartbeat=settings.heartbeat, stale_after=settings.stale_after),
                     Deadlines(schema, heartbeat=settings.heartbeat, stale_after=settings.stale_after),

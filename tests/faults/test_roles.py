@@ -11,6 +11,7 @@ import subprocess
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from itertools import count
 from typing import Any
 
@@ -176,7 +177,12 @@ def test_a_fleet_with_the_least_rights_does_everything(
     key = awa.unique_key("work", {"what": "equal"})
     unique = web.insert({"what": "equal"}, **equal)
     assert web.insert_many([awa.NewJob({"what": "equal"}, **equal), awa.NewJob({}, kind="x")])[0].id == unique.id
-    assert installed.execute("producer", "SELECT id FROM awa.enqueue_v1('x', p_unique_key => %s)", key) == unique.id
+    for version in (1, 2):
+        query = f"SELECT id FROM awa.enqueue_v{version}('x', p_unique_key => %s)"
+        assert installed.execute("producer", query, key) == unique.id
+    keyed: dict[str, Any] = {"kind": "x", "concurrency_key": "c", "expires_at": datetime(2099, 1, 1, tzinfo=UTC)}
+    assert web.insert({}, **keyed).is_new
+    assert web.insert({}, **keyed, delay=1000, ordering_key="o").is_new
     assert web.cancel_by_unique_key(key).id == unique.id
 
     told = web.insert({"what": "wait"}, kind="work")
@@ -188,6 +194,9 @@ def test_a_fleet_with_the_least_rights_does_everything(
     later = web.insert({"what": "later"}, kind="work", delay=1000)
     assert web.cancel(later.id, reason="not now").happened == "cancelled"
     unclaimed = web.insert({}, kind="work", queue="elsewhere")
+    assert web.cancel(unclaimed.id).happened == "cancelled"
+    assert web.retry(unclaimed.id).happened == web.retry(unique.id).happened == "retried"
+    assert client.admin.set_priority(unclaimed.id, 1).happened == "reprioritised"
     assert web.cancel(unclaimed.id).happened == "cancelled"
     moved = web.insert({"what": "moved"}, kind="work", queue="elsewhere")
     assert client.admin.move(moved.id, "default").happened == "moved"
@@ -205,6 +214,31 @@ def test_a_fleet_with_the_least_rights_does_everything(
     # what PostgreSQL skips for want of ownership it tells by a warning only, and then the planner knows nothing
     seen = "SELECT count(*) FROM pg_stat_all_tables WHERE schemaname = %s AND analyze_count > 0"
     wait_until(lambda: installed.execute("owner", seen, schema) > 0, timeout=10)
+
+
+@pytest.mark.parametrize("schema", ["awa", "Jobs-2"])
+def test_a_worker_controls_queues_and_a_reader_looks_at_them(install: Install, schema: str) -> None:
+    installed = install(schema)
+    admin = installed.client("worker").admin
+    web, reader = installed.client("producer"), installed.client("reader")
+    key: dict[str, Any] = {"kind": "work", "queue": "q", "unique": awa.Unique()}
+    web.insert_many([awa.NewJob({"n": 1}, **key), awa.NewJob({"n": 2}, delay=60, **key)])
+    admin.pause_queue("q", by="anna")
+    admin.set_limits("q", max_running=3, max_running_per_key=1, rate_limit=awa.RateLimit(5))
+    found = reader.admin.get_queue("q")
+    assert (found.paused_by, found.limits) == ("anna", awa.Limits(3, awa.RateLimit(5), 1))
+    assert ([info.name for info in reader.admin.list_queues()], reader.admin.count_waiting("q")) == (["q"], 2)
+    for client, needed in ((reader, "worker"), (web, "worker")):
+        with pytest.raises(awa.PermissionDenied, match=f"--grants {needed}="):
+            client.admin.pause_queue("q")
+        with pytest.raises(awa.PermissionDenied, match=f"--grants {needed}="):
+            client.admin.cancel_waiting("q")
+    assert admin.cancel_waiting("q") == 2
+    assert admin.purge_queue("q").ended == 2
+    admin.resume_queue("q")
+    assert admin.clear_limits("q").limits == awa.Limits()
+    for client in (web, reader):
+        client.close()
 
 
 @pytest.mark.parametrize("schema", ["awa", "Jobs-2"])
@@ -395,7 +429,12 @@ WRITES = [
     "SELECT id FROM awa.enqueue_v1('k')",
     "SELECT id FROM awa.enqueue_many_v1('{q}', '{2}', '{k}', '{1}', '{1}', '{NULL}', '{NULL}', '{NULL}', '{NULL}',"
     " '{NULL}', '{NULL}', '{NULL}', '{NULL}', '{NULL}', '{NULL}')",
+    "SELECT id FROM awa.enqueue_v2('k')",
+    "SELECT id FROM awa.enqueue_many_v2('{q}', '{2}', '{k}', '{1}', '{1}', '{NULL}', '{NULL}', '{NULL}', '{NULL}',"
+    " '{NULL}', '{NULL}', '{NULL}', '{NULL}', '{NULL}', '{NULL}', '{c}', '{o}', '{NULL}')",
     "SELECT awa.holder_v1('')",
+    "SELECT happened FROM awa.retry_v1(1)",
+    "SELECT happened FROM awa.set_priority_v1(%(job)s, 1)",
 ]
 KEYS = [
     "SELECT key FROM awa.job_uniques",
@@ -413,7 +452,10 @@ def test_no_part_can_do_more(install: Install, schema: str) -> None:
     job = installed.execute("owner", "INSERT INTO awa.jobs (kind) VALUES ('k') RETURNING id")
     refused = {
         "worker": CHANGES,
-        "producer": [*CHANGES, *OTHERS_WORK, READ_ARGS, FORGED_XID, FORGED_SLOT, WRITES[4], WRITES[5], *KEYS],
+        "producer": [
+            *(*CHANGES, *OTHERS_WORK, READ_ARGS, FORGED_XID, FORGED_SLOT),
+            *(WRITES[4], WRITES[5], WRITES[-1], *KEYS),
+        ],
         "reader": [*CHANGES, *OTHERS_WORK, *WRITES, *KEYS[1:3]],
         "nobody": [*CHANGES, *OTHERS_WORK, *WRITES, *KEYS, READ_ARGS, "SELECT id FROM awa.find_job_v2(1)"],
     }
@@ -508,6 +550,7 @@ def test_a_producer_and_a_reader_without_a_right_are_told_what_gives_it(install:
             lambda: web.insert({}, kind="k", conn=lent),
             lambda: web.get(1),
             lambda: web.cancel(1),
+            lambda: web.retry(1),
         ):
             with pytest.raises(awa.PermissionDenied) as caught:
                 insert()
@@ -516,6 +559,7 @@ def test_a_producer_and_a_reader_without_a_right_are_told_what_gives_it(install:
     for forbidden, thing, privilege, part in (
         (lambda: looking.insert({}, kind="k"), "table jobs", "INSERT, SELECT", "producer"),
         (lambda: looking.cancel(1), "function cancel_v1", "EXECUTE", "producer"),
+        (lambda: looking.retry(1), "function retry_v1", "EXECUTE", "producer"),
     ):
         with pytest.raises(awa.PermissionDenied) as caught:
             forbidden()
@@ -528,6 +572,8 @@ def test_a_producer_and_a_reader_without_a_right_are_told_what_gives_it(install:
         web.admin.list_jobs("available")
     with pytest.raises(awa.PermissionDenied, match=r"a worker needs .*--grants worker="):
         web.admin.move(job.id, "q")
+    with pytest.raises(awa.PermissionDenied, match=r"a worker needs .*--grants worker="):
+        web.admin.set_priority(job.id, 1)
     web.close()
     looking.close()
 

@@ -1,11 +1,27 @@
 CREATE SCHEMA awa;
 
+CREATE TYPE awa.keyed_entry AS (
+	place integer,
+	entry_id bigint,
+	id bigint,
+	key text,
+	ordering text
+);
+
 CREATE TYPE awa.lane_frontier AS (
 	lane smallint,
 	page_from pg_snapshot,
 	page_to pg_snapshot,
 	last_xid xid8,
 	last_entry bigint
+);
+
+CREATE TYPE awa.limit_state AS (
+	open_claims bigint[],
+	open_slots smallint[],
+	open_sizes smallint[],
+	tokens double precision,
+	tokens_at timestamp with time zone
 );
 
 CREATE FUNCTION awa.add_history(p_history json, p_attempt integer, p_outcome text, p_ended_at timestamp with time zone, p_elapsed_ms integer, p_runtime bigint, p_error json) RETURNS json
@@ -41,6 +57,93 @@ BEGIN
     RETURN NULL;
 END $$;
 
+CREATE FUNCTION awa.admit(p_queue text, p_limit integer, p_entries awa.keyed_entry[]) RETURNS text[]
+    LANGUAGE plpgsql STABLE
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET jit TO 'off'
+    AS $$
+DECLARE
+    v_why text[];
+BEGIN
+    WITH entry AS MATERIALIZED (
+        SELECT e.place, e.id, left(e.key, 201) AS key, left(e.ordering, 201) AS ordering FROM unnest(p_entries) e
+    ), mine AS MATERIALIZED (        -- an attempt has its concurrency key from now on, or from the hand-over
+        SELECT g.scope, g.key, g.id FROM entry e JOIN LATERAL (
+               SELECT * FROM awa.grants g WHERE g.id = e.id OFFSET 0) g ON true
+         WHERE g.queue = p_queue AND NOT g.is_over AND (g.scope = 'order' OR g.claim_id = 0)
+    ), ordering AS MATERIALIZED (
+        SELECT k.ordering,
+               EXISTS (SELECT FROM awa.waiting_jobs w
+                        WHERE w.queue = p_queue AND w.waits_for = 'order' AND w.waits_for IN ('key', 'order')
+                          AND w.wait_key = k.ordering OFFSET 0)
+               OR EXISTS (SELECT FROM awa.grants g
+                           WHERE g.queue = p_queue AND g.scope = 'order' AND g.key = k.ordering
+                             AND NOT awa.is_over(g, true) OFFSET 0) AS is_taken
+          FROM (SELECT DISTINCT e.ordering FROM entry e WHERE e.ordering IS NOT NULL) k
+    ), in_order AS MATERIALIZED (
+        SELECT e.*, e.ordering IS NULL OR e.has_it
+                    OR NOT e.is_taken AND row_number() OVER (PARTITION BY e.ordering, e.has_it ORDER BY e.place) = 1 AS may
+          FROM (SELECT e.*, o.is_taken,
+                       EXISTS (SELECT FROM mine m WHERE m.scope = 'order' AND m.key = e.ordering AND m.id = e.id) AS has_it
+                  FROM entry e LEFT JOIN ordering o ON o.ordering = e.ordering) e
+    ), room AS MATERIALIZED (
+        SELECT k.key,
+               -- with the key in hand: as many as the limit leaves beside those that run, since it may have been lowered
+               p_limit - (SELECT count(*) FROM awa.grants g
+                           WHERE g.queue = p_queue AND g.scope = 'key' AND g.key = k.key AND g.claim_id > 0
+                             AND NOT awa.is_over(g, true)) AS in_hand,
+               CASE WHEN EXISTS (SELECT FROM awa.waiting_jobs w
+                                  WHERE w.queue = p_queue AND w.waits_for = 'key' AND w.waits_for IN ('key', 'order')
+                                    AND w.wait_key = k.key OFFSET 0) THEN 0
+                    ELSE p_limit - (SELECT count(*) FROM awa.grants g
+                                     WHERE g.queue = p_queue AND g.scope = 'key' AND g.key = k.key
+                                       AND NOT awa.is_over(g, true)) END AS free
+          FROM (SELECT DISTINCT e.key FROM in_order e WHERE e.key IS NOT NULL AND e.may AND p_limit IS NOT NULL) k
+    ), judged AS (
+        SELECT e.place, CASE WHEN NOT e.may THEN 'order'
+                             WHEN e.key IS NULL OR p_limit IS NULL THEN NULL
+                             WHEN row_number() OVER (PARTITION BY e.key, e.may, e.has_key ORDER BY e.place)
+                                  > CASE WHEN e.has_key THEN e.in_hand ELSE e.free END
+                             THEN 'key' END AS why
+          FROM (SELECT e.*, t.free, t.in_hand,
+                       EXISTS (SELECT FROM mine m WHERE m.scope = 'key' AND m.key = e.key AND m.id = e.id) AS has_key
+                  FROM in_order e LEFT JOIN room t ON t.key = e.key) e
+    )
+    SELECT array_agg(j.why ORDER BY p.place) INTO v_why
+      FROM generate_series(1, (SELECT max(place) FROM entry)) p(place) LEFT JOIN judged j ON j.place = p.place;
+    RETURN v_why;
+END $$;
+
+CREATE FUNCTION awa.aged_order(p_queue text, p_aging double precision, p_aside smallint, p_since timestamp with time zone) RETURNS smallint[]
+    LANGUAGE plpgsql STABLE
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET jit TO 'off'
+    AS $$
+DECLARE
+    v_order smallint[];
+BEGIN
+    SELECT array_agg(h.lane ORDER BY h.aged, h.available_at) INTO v_order
+      FROM (SELECT l.lane, l.available_at,
+                   l.priority - floor(extract(epoch FROM clock_timestamp() - l.available_at) / p_aging) AS aged
+              FROM (SELECT u.lane::smallint AS lane, u.lane / 2 AS priority, j.available_at
+                      FROM generate_series(2, 9) u(lane)
+                     CROSS JOIN LATERAL awa.unclaimed(p_queue, 1, NULL, u.lane::smallint) e
+                     CROSS JOIN LATERAL (SELECT j.available_at FROM awa.jobs j
+                                          WHERE j.slot = e.slot AND j.queue = p_queue AND j.lane = e.lane
+                                            AND j.xid = e.xid AND j.entry_id = e.entry_id LIMIT 1) j
+                    UNION ALL
+                    SELECT 1, p_aside, p_since WHERE p_aside IS NOT NULL) l) h;
+    IF v_order IS NULL OR v_order = ARRAY(SELECT l FROM unnest(v_order) l 
+                                         ORDER BY CASE l WHEN 1 THEN 2 * p_aside - 0.5 ELSE l END) THEN
+        RETURN NULL;
+    END IF;
+    RETURN v_order || ARRAY(SELECT l::smallint FROM generate_series(2, 9) l WHERE l <> ALL (v_order) ORDER BY l);
+END $$;
+
 CREATE FUNCTION awa.analyze_v1(p_slot smallint) RETURNS void
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
@@ -61,26 +164,27 @@ BEGIN
           FROM (SELECT p.n AS parent, r.n, coalesce(r.queue, 'default') AS queue, r.kind,
                        coalesce(r.args, '{}') AS args, coalesce(r.priority, 2::smallint) AS priority,
                        coalesce(r.max_attempts, 25::smallint) AS max_attempts, r.timeout_ms, r.tags, r.metadata,
+                       r.concurrency_key, r.ordering_key, r.expires_at,
                        coalesce(r.run_at, clock_timestamp() + r.delay * interval '1 s') AS run_at,
                        concat('{"of":', p.id, ',"completed":' || (r.follow_ups->'completed')::text,
                               ',"failed":' || (r.follow_ups->'failed')::text,
                               ',"cancelled":' || (r.follow_ups->'cancelled')::text, '}')::json AS follow_ups
                   FROM unnest(p_ids, p_jobs) WITH ORDINALITY AS p(id, jobs, n)
-                 CROSS JOIN LATERAL awa.follow_up_rows(p.jobs) r
+                 CROSS JOIN LATERAL awa.follow_up_rows_v2(p.jobs) r
                  ORDER BY p.n, r.n) t
     ), sorted AS MATERIALIZED (
         SELECT c.*, coalesce(c.run_at <= clock_timestamp(), true) AS is_due FROM child c
     ), available AS (
         INSERT INTO awa.jobs (entry_id, id, queue, lane, priority, kind, args, max_attempts, timeout_ms, tags, metadata,
-                              follow_ups)
+                              concurrency_key, ordering_key, expires_at, follow_ups)
         SELECT c.id, c.id, c.queue, 2 * c.priority + 1, c.priority, c.kind, c.args, c.max_attempts, c.timeout_ms,
-               c.tags, c.metadata, c.follow_ups
+               c.tags, c.metadata, c.concurrency_key, c.ordering_key, c.expires_at, c.follow_ups
           FROM sorted c WHERE c.is_due ORDER BY c.id
     ), scheduled AS (
         INSERT INTO awa.waiting_jobs (id, run_at, queue, priority, kind, args, max_attempts, timeout_ms, tags, metadata,
-                                      follow_ups)
+                                      concurrency_key, ordering_key, expires_at, follow_ups)
         SELECT c.id, c.run_at, c.queue, c.priority, c.kind, c.args, c.max_attempts, c.timeout_ms, c.tags, c.metadata,
-               c.follow_ups
+               c.concurrency_key, c.ordering_key, c.expires_at, c.follow_ups
           FROM sorted c WHERE NOT c.is_due
     )
     SELECT array_agg(DISTINCT CASE WHEN c.is_due THEN c.queue ELSE '' END) INTO v_bells
@@ -88,6 +192,14 @@ BEGIN
     IF p_notify AND v_bells IS NOT NULL THEN
         PERFORM awa.ring(v_bells);
     END IF;
+END $$;
+
+CREATE FUNCTION awa.call_for_help(p_queue text) RETURNS void
+    LANGUAGE plpgsql
+    AS $$
+BEGIN
+    PERFORM awa.ring(ARRAY[p_queue]);
+    PERFORM pg_notify(awa.channel(), chr(1) || p_queue);
 END $$;
 
 CREATE FUNCTION awa.cancel_error(p_reason text, p_error json) RETURNS json
@@ -215,6 +327,13 @@ BEGIN
     END LOOP;
 END $$;
 
+CREATE FUNCTION awa.cancel_waiting_v1(p_queue text, p_reason text DEFAULT NULL::text, p_from jsonb DEFAULT NULL::jsonb, p_limit integer DEFAULT 500, OUT happened text, OUT cancelled integer, OUT go_on jsonb) RETURNS record
+    LANGUAGE sql
+    SET jit TO 'off'
+    AS $$
+    SELECT s.happened, s.waiting, s.go_on FROM awa.clear_step(p_queue, false, p_reason, p_from, p_limit) s
+$$;
+
 CREATE FUNCTION awa.carry_v1(p_slot smallint, p_queue text, p_limit integer) RETURNS integer
     LANGUAGE plpgsql
     SET plan_cache_mode TO 'force_generic_plan'
@@ -278,6 +397,20 @@ CREATE FUNCTION awa.channel() RETURNS text
     SELECT 'awa_' || left(encode(sha256(convert_to('awa.bell', 'UTF8')), 'hex'), 16)
 $$;
 
+CREATE FUNCTION awa.check_queue(p_queue text) RETURNS void
+    LANGUAGE plpgsql STABLE
+    AS $$
+BEGIN
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        RAISE EXCEPTION 'control of a queue needs READ COMMITTED: an older snapshot would miss a claim'
+              USING ERRCODE = 'AWA02';
+    END IF;
+    IF p_queue IS NULL OR length(p_queue) NOT BETWEEN 1 AND 200 THEN
+        RAISE EXCEPTION 'a queue''s name has 1 to 200 characters, not %', coalesce(length(p_queue)::text, 'NULL')
+              USING ERRCODE = '22023';
+    END IF;
+END $$;
+
 CREATE FUNCTION awa.claim_of(p_slot smallint, p_queue text, p_lane smallint, p_xid xid8, p_entry bigint, p_appended_at timestamp with time zone) RETURNS TABLE(claim_id bigint, idx smallint, claimed_at timestamp with time zone, runtime bigint)
     LANGUAGE plpgsql STABLE
     SET plan_cache_mode TO 'force_generic_plan'
@@ -328,6 +461,13 @@ END $$;
 
 CREATE FUNCTION awa.claim_v1(p_queue text, p_runtime bigint, p_kinds text[], p_limit integer, p_bell boolean DEFAULT false) RETURNS TABLE(flags integer, claim_id bigint, slot smallint, nonce integer, priority smallint, ids bigint[], entry_ids bigint[], attempts smallint[], max_attempts smallint[], kinds text[], lens integer[], args text, created_at timestamp with time zone[], details text[])
     LANGUAGE plpgsql
+    AS $$
+BEGIN
+    RETURN QUERY SELECT * FROM awa.claim_v2(p_queue, p_runtime, p_kinds, p_limit, p_bell);
+END $$;
+
+CREATE FUNCTION awa.claim_v2(p_queue text, p_runtime bigint, p_kinds text[], p_limit integer, p_bell boolean DEFAULT false, p_aging double precision DEFAULT 60) RETURNS TABLE(flags integer, claim_id bigint, slot smallint, nonce integer, priority smallint, ids bigint[], entry_ids bigint[], attempts smallint[], max_attempts smallint[], kinds text[], lens integer[], args text, created_at timestamp with time zone[], details text[])
+    LANGUAGE plpgsql
     SET plan_cache_mode TO 'force_generic_plan'
     SET enable_seqscan TO 'off'
     SET enable_bitmapscan TO 'off'
@@ -357,6 +497,18 @@ DECLARE
     g record;
     v_parts record;              -- the parts of the page from here to now
     v_parts_from text;
+    v_usual CONSTANT smallint[] := '{2,3,4,5,6,7,8,9}';
+    v_order smallint[];          -- the lanes, first to walk first; 1 stands for what is set aside
+    v_is_armed boolean := false;
+    v_walked integer;            -- how many of them are walked
+    v_place integer;
+    v_aside_since timestamptz;
+    v_limit integer := p_limit;
+    v_handed integer := 0;
+    v_wait integer;              -- milliseconds until the rate allows more
+    v_wanted double precision;
+    v_state awa.limit_state;
+    m awa.queue_meta;
     w_lane smallint[];           -- the walk: one element per range, in walk order
     w_from pg_snapshot[];
     w_to pg_snapshot[];
@@ -379,6 +531,7 @@ BEGIN
         FOR v_try IN 1..3 LOOP
             IF pg_try_advisory_lock(hashtextextended('awa.bell:' || p_queue, 0)) THEN
                 v_flags := 1;
+                v_is_armed := true;
                 EXIT;
             END IF;
         END LOOP;
@@ -393,30 +546,76 @@ BEGIN
     IF EXISTS (SELECT FROM awa.gone_runtimes t WHERE t.runtime = p_runtime) THEN
         RAISE EXCEPTION 'runtime % is gone: its attempts were rescued', p_runtime USING ERRCODE = 'AWA01';
     END IF;
+    SELECT * INTO m FROM awa.queue_meta t WHERE t.queue = p_queue;
+    IF m.paused_at IS NOT NULL THEN
+        v_flags := 16;
+        v_limit := 0;
+    END IF;
 
     <<rounds>>
     FOR v_round IN 1..20 LOOP
-        SELECT u.frontier, u.claimed_at INTO v_frontier, v_claimed_at
-          FROM ((SELECT c.claim_id, c.frontier, c.claimed_at FROM awa.claims c
+        EXIT rounds WHEN v_limit < 1;
+        SELECT u.frontier, u.claimed_at, u.limits INTO r
+          FROM ((SELECT c.claim_id, c.frontier, c.claimed_at, c.limits FROM awa.claims c
                   WHERE c.queue = p_queue ORDER BY c.claim_id DESC LIMIT 1)
                 UNION ALL
-                SELECT t.claim_id, t.frontier, '-infinity' FROM awa.frontiers t WHERE t.queue = p_queue) u
+                SELECT t.claim_id, t.frontier, '-infinity', t.limits FROM awa.frontiers t WHERE t.queue = p_queue) u
          ORDER BY u.claim_id DESC LIMIT 1;
-        v_frontier := coalesce(v_frontier, '{}');
-        v_claimed_at := coalesce(v_claimed_at, '-infinity');
+        v_frontier := coalesce(r.frontier, '{}');
+        v_claimed_at := coalesce(r.claimed_at, '-infinity');
+        v_state := r.limits;
+        IF m.max_running IS NOT NULL THEN
+            v_state := awa.still_open(p_queue, v_state, m.max_running, v_limit);
+            v_limit := least(v_limit, m.max_running - (SELECT coalesce(sum(s), 0) FROM unnest(v_state.open_sizes) s));
+        ELSE
+            v_state.open_claims := NULL; v_state.open_slots := NULL; v_state.open_sizes := NULL;
+        END IF;
+        IF m.rate IS NOT NULL THEN
+            v_state.tokens := least(m.burst, coalesce(
+                v_state.tokens + m.rate * greatest(extract(epoch FROM clock_timestamp() - v_state.tokens_at), 0), m.burst));
+            v_state.tokens_at := clock_timestamp();
+            IF v_state.tokens < 1 AND v_limit > 0 THEN
+                -- as many at a time as come in a tenth of a second, or the workers would ask for each by itself
+                v_wanted := least(v_limit, m.burst, greatest(1, ceil(m.rate / 10)));
+                v_wait := ceil(1000 * (v_wanted - v_state.tokens) / m.rate);
+            END IF;
+            v_limit := least(v_limit, floor(v_state.tokens));
+        ELSE
+            v_state.tokens := NULL; v_state.tokens_at := NULL;
+        END IF;
+        IF v_limit < 1 THEN
+            v_flags := 32;
+            EXIT rounds;
+        END IF;
+        IF v_round = 1 AND EXISTS (SELECT FROM awa.grants t WHERE t.queue = p_queue) THEN
+            v_handed := awa.hand_over(p_queue, m.max_running_per_key);
+        END IF;
         v_now := awa.page_end();
         v_parts_from := NULL;
         IF v_direct IS NULL THEN
             v_aside := NULL;
             IF p_kinds IS NOT NULL AND NOT v_held AND EXISTS (SELECT FROM awa.waiting_jobs t
                                                 WHERE t.queue = p_queue AND t.waits_for = 'kind') THEN
-                SELECT min(d.priority) INTO v_aside
+                SELECT d.priority, d.created_at INTO v_aside, v_aside_since
                   FROM unnest(p_kinds) k CROSS JOIN LATERAL (
-                       SELECT t.priority FROM awa.waiting_jobs t
+                       SELECT t.priority, t.created_at FROM awa.waiting_jobs t
                         WHERE t.queue = p_queue AND t.waits_for = 'kind' AND t.wait_key = k
-                        ORDER BY t.priority LIMIT 1) d;
+                        ORDER BY t.priority, t.seq LIMIT 1) d
+                 ORDER BY d.priority, d.created_at LIMIT 1;
+            END IF;
+            -- Once a second, when the last claim left lanes unwalked: what has waited there for long may come first.
+            v_order := NULL;
+            IF p_aging > 0 AND v_round = 1
+               AND floor(extract(epoch FROM v_claimed_at)) < floor(extract(epoch FROM clock_timestamp()))
+               AND (v_aside IS NOT NULL OR EXISTS (SELECT FROM unnest(v_frontier) t WHERE t.page_to IS NOT NULL)) THEN
+                v_order := awa.aged_order(p_queue, p_aging, v_aside, v_aside_since);
+            END IF;
+            IF v_order IS NULL THEN
+                v_order := CASE WHEN v_aside IS NULL THEN v_usual
+                                ELSE v_usual[:2 * v_aside - 2] || 1::smallint || v_usual[2 * v_aside - 1:] END;
             END IF;
         END IF;
+        v_walked := 0;
 
         w_lane := '{}'; w_from := '{}'; w_to := '{}';
         w_lo_xid := '{}'; w_lo_entry := '{}'; w_hi_xid := '{}'; w_hi_entry := '{}';
@@ -430,8 +629,9 @@ BEGIN
             w_hi_xid := ARRAY[pg_current_xact_id()];
             w_hi_entry := ARRAY[9223372036854775807];
         ELSE
-            FOR v_lane IN 2..9 LOOP
-                EXIT WHEN v_lane >= 2 * v_aside;
+            FOREACH v_lane IN ARRAY v_order LOOP
+                EXIT WHEN v_lane = 1;
+                v_walked := v_walked + 1;
                 f := ROW(v_lane, '1:1:'::pg_snapshot, NULL, NULL, NULL)::awa.lane_frontier;
                 FOR v_n IN 1..cardinality(v_frontier) LOOP
                     IF v_frontier[v_n].lane = v_lane THEN
@@ -500,6 +700,7 @@ BEGIN
                                                                   'timeout_ms', j.timeout_ms)::text END AS details,
                                       CASE WHEN j.attempt > 1 AND j.lane % 2 = 0
                                            THEN j.history->-1->>'outcome' = 'rescued' END AS rescued,
+                                      j.concurrency_key, j.ordering_key, j.expires_at <= v_started AS expired,
                                       j.follow_ups::text LIKE '%"completed"%'
                                       OR octet_length(j.unique_key) > 16 AND get_byte(j.unique_key, 16) & 32 = 0
                                           AS single
@@ -509,21 +710,31 @@ BEGIN
                                   AND (j.xid, j.entry_id) < (w.hi_xid, w.hi_entry)
                                   AND pg_visible_in_snapshot(j.xid, w.page_to)
                                 ORDER BY j.xid, j.entry_id
-                                LIMIT p_limit) e
-                         LIMIT p_limit) w
+                                LIMIT v_limit) e
+                         LIMIT v_limit) w
                 WINDOW so_far AS (ROWS UNBOUNDED PRECEDING)
             ), whole AS MATERIALIZED (
                 SELECT count(*) AS picked, min(s.ord) FILTER (WHERE s.rescued) AS suspect,
                        awa.ended_among(array_agg(s.slot), array_agg(s.entry_id)) AS ended
                   FROM sized s
             ), kept AS MATERIALIZED (
-                SELECT s.*, p_kinds IS NULL OR s.kind = ANY (p_kinds) AS known, s.entry_id = ANY (w.ended) AS ended
+                SELECT s.*, p_kinds IS NULL OR s.kind = ANY (p_kinds) AS known, s.entry_id = ANY (w.ended) AS ended,
+                       s.ordering_key IS NOT NULL
+                       OR m.max_running_per_key IS NOT NULL AND s.concurrency_key IS NOT NULL AS keyed
                   FROM whole w CROSS JOIN sized s
                  WHERE s.ord = 1 OR v_direct IS NOT NULL OR (s.bytes <= c_bytes AND (s.ord < w.suspect) IS NOT FALSE)
             ), told AS MATERIALIZED (
                 SELECT max(k.ord) AS ord, bit_or(1 << k.lane) AS lanes,
-                       bool_or(NOT k.known AND NOT k.ended) AS has_aliens
+                       bool_or((NOT k.known OR k.expired) AND NOT k.ended) AS has_aliens,
+                       -- one of an unknown kind takes its place in the order all the same
+                       array_agg(ROW(k.ord, k.entry_id, k.id, CASE WHEN k.known THEN k.concurrency_key END,
+                                     k.ordering_key)::awa.keyed_entry)
+                       FILTER (WHERE k.keyed AND NOT k.ended AND k.expired IS NOT TRUE) AS keyed
                   FROM kept k
+            ), verdict AS MATERIALIZED (       -- why an entry must wait, at its place
+                SELECT CASE WHEN t.keyed IS NOT NULL
+                            THEN awa.admit(p_queue, m.max_running_per_key, t.keyed) END AS why
+                  FROM told t
             ), batches AS (
                 SELECT k.slot, k.lane, min(k.ord) AS first, array_agg(k.entry_id) AS entry_ids,
                        array_agg(k.xid) AS xids, array_agg(k.id) AS ids, array_agg(k.attempt) AS attempts,
@@ -531,23 +742,29 @@ BEGIN
                        array_agg(k.created_at) AS created_at,
                        array_agg(k.details) AS details, count(k.details) AS n_details,
                        array_agg(k.entry_id) FILTER (WHERE k.single) AS singles,
+                       array_agg(ROW(k.ord, k.entry_id, k.id, k.concurrency_key, k.ordering_key)::awa.keyed_entry)
+                       FILTER (WHERE k.keyed) AS keyed,
                        v_direct IS NULL AND bool_or(k.rescued) AS alone,
                        max(k.attempt) AS top_attempt, min(k.max_attempts) AS lo_max, max(k.max_attempts) AS hi_max,
                        string_agg(k.args, '') FILTER (WHERE k.bytes <= c_bytes) AS args,
                        array_agg(CASE WHEN k.bytes <= c_bytes THEN octet_length(k.args) END) AS lens
                   FROM kept k
-                 WHERE k.known AND NOT k.ended
+                 WHERE k.known AND NOT k.ended AND k.expired IS NOT TRUE
+                   AND (NOT k.keyed OR (SELECT v.why[k.ord] FROM verdict v) IS NULL)
                  GROUP BY k.slot, k.lane
             ), aliens AS (
                 SELECT array_agg(k.slot) AS slots, array_agg(k.lane) AS lanes, array_agg(k.xid) AS xids,
-                       array_agg(k.entry_id) AS entries
-                  FROM kept k
-                 WHERE (SELECT t.has_aliens FROM told t) AND NOT k.known AND NOT k.ended
+                       array_agg(k.entry_id) AS entries,
+                       array_agg(CASE WHEN k.expired THEN 'expired' WHEN NOT k.known AND k.why IS NULL THEN 'kind'
+                                      ELSE k.why END) AS whys
+                  FROM (SELECT k.*, CASE WHEN k.keyed THEN (SELECT v.why[k.ord] FROM verdict v) END AS why FROM kept k
+                         WHERE (SELECT t.has_aliens OR t.keyed IS NOT NULL FROM told t) AND NOT k.ended) k
+                 WHERE k.expired OR NOT k.known OR k.why IS NOT NULL
             )
             SELECT l.ord, l.n, l.lane AS last_lane, l.xid AS last_xid, l.entry_id AS last_entry,
                    (SELECT w.picked FROM whole w) AS picked, (SELECT t.lanes FROM told t) AS lanes,
                    a.slots AS alien_slots, a.lanes AS alien_lanes, a.xids AS alien_xids, a.entries AS alien_entries,
-                   b.*
+                   a.whys AS alien_whys, b.*
               FROM (SELECT * FROM kept k WHERE k.ord = (SELECT t.ord FROM told t)) l
              CROSS JOIN aliens a LEFT JOIN batches b ON true
              ORDER BY b.first        -- else batches come in the order of a hash
@@ -558,7 +775,7 @@ BEGIN
                 IF v_direct IS NOT NULL THEN
                     v_next := v_frontier;
                 ELSE
-                    FOR v_lane IN 2..9 LOOP
+                    FOREACH v_lane IN ARRAY v_usual LOOP
                         f := NULL;
                         FOR v_n IN 1..cardinality(v_frontier) LOOP
                             IF v_frontier[v_n].lane = v_lane THEN
@@ -566,11 +783,12 @@ BEGIN
                             END IF;
                         END LOOP;
                         -- cut short in last_lane: the lanes before it are exhausted, those behind it not walked
-                        IF (g.picked >= p_limit OR g.picked > g.ord) AND v_lane >= g.last_lane THEN
+                        v_place := array_position(v_order, v_lane);
+                        IF (g.picked >= v_limit OR g.picked > g.ord) AND v_place >= array_position(v_order, g.last_lane) THEN
                             IF v_lane = g.last_lane THEN
                                 f := ROW(v_lane, w_from[g.n], w_to[g.n], g.last_xid, g.last_entry)::awa.lane_frontier;
                             END IF;
-                        ELSIF g.lanes & (1 << v_lane) <> 0 OR (f.lane IS NOT NULL AND v_lane < coalesce(2 * v_aside, 10)) THEN
+                        ELSIF g.lanes & (1 << v_lane) <> 0 OR (f.lane IS NOT NULL AND v_place <= v_walked) THEN
                             f := ROW(v_lane, v_now, NULL, NULL, NULL)::awa.lane_frontier;
                         END IF;
                         IF f.lane IS NOT NULL THEN
@@ -584,9 +802,28 @@ BEGIN
             v_flags := v_flags | CASE WHEN g.alone THEN 8 ELSE 0 END;
             v_claim := nextval('awa.claim_id_seq');
             v_nonce := (random() * 2147483647)::integer;
-            INSERT INTO awa.claims (claim_id, runtime, nonce, slot, lane, queue, frontier, entry_ids, xids, singles)
+            IF m.max_running IS NOT NULL THEN
+                v_state.open_claims := v_state.open_claims || v_claim;
+                v_state.open_slots := v_state.open_slots || g.slot;
+                v_state.open_sizes := v_state.open_sizes || cardinality(g.entry_ids)::smallint;
+            END IF;
+            v_state.tokens := v_state.tokens - cardinality(g.entry_ids);
+            INSERT INTO awa.claims (claim_id, runtime, nonce, slot, lane, queue, frontier, entry_ids, xids, singles, limits)
             VALUES (v_claim, p_runtime, v_nonce, g.slot, g.lane, p_queue, v_next, g.entry_ids, g.xids,
-                    CASE WHEN g.singles IS NOT NULL THEN awa.positions(g.entry_ids, g.singles) END);
+                    CASE WHEN g.singles IS NOT NULL THEN awa.positions(g.entry_ids, g.singles) END,
+                    CASE WHEN m.max_running IS NOT NULL OR m.rate IS NOT NULL THEN v_state END);
+            IF g.keyed IS NOT NULL THEN
+                INSERT INTO awa.grants AS t (queue, scope, key, id, claim_id, entry_id, slot, idx)
+                SELECT p_queue, s.scope, left(s.key, 201), k.id, v_claim, k.entry_id, g.slot,
+                       array_position(g.entry_ids, k.entry_id)
+                  FROM unnest(g.keyed) k
+                 CROSS JOIN LATERAL (VALUES ('key', CASE WHEN m.max_running_per_key IS NOT NULL THEN k.key END),
+                                            ('order', k.ordering)) AS s(scope, key)
+                 WHERE s.key IS NOT NULL
+                    ON CONFLICT (queue, scope, key, id) DO UPDATE
+                   SET claim_id = excluded.claim_id, entry_id = excluded.entry_id, slot = excluded.slot,
+                       idx = excluded.idx, is_over = false, granted_at = excluded.granted_at;
+            END IF;
             RETURN QUERY SELECT 0, v_claim, g.slot, v_nonce,
                 (CASE WHEN g.lane = 0 THEN v_aside ELSE g.lane / 2 END)::smallint, g.ids,
                 CASE WHEN g.entry_ids <> g.ids THEN g.entry_ids END, CASE WHEN g.top_attempt > 1 THEN g.attempts END,
@@ -604,8 +841,8 @@ BEGIN
                                   SELECT t.id, t.seq FROM awa.waiting_jobs t
                                    WHERE t.queue = p_queue AND t.waits_for = 'kind' AND t.wait_key = k
                                      AND t.priority = v_aside
-                                   ORDER BY t.seq LIMIT p_limit) d
-                            ORDER BY d.seq LIMIT p_limit))
+                                   ORDER BY t.seq LIMIT v_limit) d
+                            ORDER BY d.seq LIMIT v_limit))
                        FOR UPDATE SKIP LOCKED
                 ), taken AS (
                     DELETE FROM awa.waiting_jobs t WHERE t.id = ANY (ARRAY(SELECT due.id FROM due)) RETURNING t.*
@@ -629,49 +866,234 @@ BEGIN
                 FOR v_lane IN 2..9 LOOP
                     v_next := v_next || ROW(v_lane, v_now, NULL, NULL, NULL)::awa.lane_frontier;
                 END LOOP;
-                INSERT INTO awa.claims (claim_id, runtime, nonce, slot, lane, queue, frontier, entry_ids, xids)
+                INSERT INTO awa.claims (claim_id, runtime, nonce, slot, lane, queue, frontier, entry_ids, xids, limits)
                 VALUES (nextval('awa.claim_id_seq'), p_runtime, 0, pg_sequence_last_value('awa.ring_seq'), 0, p_queue,
-                        v_next, '{}', '{}');
+                        v_next, '{}', '{}',
+                        CASE WHEN m.max_running IS NOT NULL OR m.rate IS NOT NULL THEN v_state END);
             END IF;
             EXIT rounds;
         END IF;
         IF v_last.alien_entries IS NOT NULL THEN
-            v_claim := nextval('awa.claim_id_seq');
-            WITH alien AS MATERIALIZED (
-                SELECT a.n, j.*
-                  FROM unnest(v_last.alien_slots, v_last.alien_lanes, v_last.alien_xids, v_last.alien_entries)
-                       WITH ORDINALITY AS a(slot, lane, xid, entry_id, n)
-                 CROSS JOIN LATERAL (SELECT * FROM awa.jobs j
-                                      WHERE j.slot = a.slot AND j.queue = p_queue AND j.lane = a.lane AND j.xid = a.xid
-                                        AND j.entry_id = a.entry_id LIMIT 1) j
-                 ORDER BY a.n
-            ), ended AS (
-                INSERT INTO awa.attempt_ends (entry_id, claim_id, id, slot, outcome)
-                SELECT a.entry_id, v_claim, a.id, a.slot, 'set_aside' FROM alien a
-            )
-            INSERT INTO awa.waiting_jobs (id, created_at, priority, attempt, max_attempts, timeout_ms, state, waits_for,
-                                          wait_key, queue, kind, args, metadata, tags, concurrency_key, ordering_key,
-                                          unique_key, expires_at, follow_ups, history)
-            SELECT a.id, coalesce(a.created_at, a.available_at), a.priority, a.attempt, a.max_attempts, a.timeout_ms,
-                   'available', 'kind', a.kind, a.queue, a.kind, a.args, a.metadata, a.tags, a.concurrency_key,
-                   a.ordering_key, a.unique_key, a.expires_at, a.follow_ups, a.history
-              FROM alien a ORDER BY a.n;
-            -- a call for help, which everybody hears, not a bell: whoever knows these kinds may hold none
-            PERFORM pg_notify(awa.channel(), chr(1) || p_queue);
+            PERFORM awa.set_aside(p_queue, v_last.alien_slots, v_last.alien_lanes, v_last.alien_xids,
+                                  v_last.alien_entries, v_last.alien_whys);
         END IF;
         EXIT rounds WHEN v_some;
         -- Only ended or set-aside entries: remember how far the walk came, or live ones behind them stay hidden.
-        INSERT INTO awa.claims (claim_id, runtime, nonce, slot, lane, queue, frontier, entry_ids, xids)
+        INSERT INTO awa.claims (claim_id, runtime, nonce, slot, lane, queue, frontier, entry_ids, xids, limits)
         VALUES (nextval('awa.claim_id_seq'), p_runtime, 0, pg_sequence_last_value('awa.ring_seq'), 0, p_queue, v_next,
-                '{}', '{}');
+                '{}', '{}',
+                CASE WHEN m.max_running IS NOT NULL OR m.rate IS NOT NULL THEN v_state END);
+        v_direct := NULL;
         IF v_round = 20 THEN
             v_flags := v_flags | 4;
         END IF;
     END LOOP;
-    RETURN QUERY SELECT v_flags, NULL::bigint, NULL::smallint, NULL::integer, NULL::smallint, NULL::bigint[],
+    IF v_handed > 0 THEN
+        v_flags := v_flags | 4;             -- this transaction's own entries are in no page yet
+    END IF;
+    IF v_flags & 48 <> 0 AND v_is_armed THEN
+        -- inserts need wake nobody; without this each would, and NOTIFY lets only one commit at a time
+        PERFORM pg_advisory_unlock(hashtextextended('awa.bell:' || p_queue, 0));
+    END IF;
+    RETURN QUERY SELECT v_flags, NULL::bigint, NULL::smallint, v_wait, NULL::smallint, NULL::bigint[],
                         NULL::bigint[], NULL::smallint[], NULL::smallint[], NULL::text[], NULL::integer[],
                         NULL::text, NULL::timestamptz[], NULL::text[];
 END $_$;
+
+CREATE FUNCTION awa.clear_step(p_queue text, p_purge boolean, p_reason text, p_from jsonb, p_limit integer, OUT happened text, OUT waiting integer, OUT ended integer, OUT go_on jsonb) RETURNS record
+    LANGUAGE plpgsql
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET jit TO 'off'
+    SET lock_timeout TO '20ms'
+    AS $$
+DECLARE
+    v_error CONSTANT json := CASE WHEN NOT p_purge THEN awa.cancel_error(p_reason, NULL) END;
+    v_outcome CONSTANT text := CASE WHEN p_purge THEN 'purged' ELSE 'cancelled' END;
+    v_until bigint;              -- the last id that it is about
+    v_low xid8;                  -- lanes: transactions before it were looked through by the passes before
+    v_now pg_snapshot := pg_current_snapshot();
+    v_next_low xid8;
+    v_place integer;
+    v_found integer;             -- by this pass, so far
+    v_held boolean;              -- somebody had a lock on what it met
+    v_id bigint;                 -- behind which it goes on, and within a lane or among ended jobs ...
+    v_xid xid8;
+    v_hi xid8;                   -- before which this pass over a lane ends
+    v_at timestamptz;
+    v_looked integer := 0;
+    v_lane smallint;
+    v_frontier awa.lane_frontier;
+    r record;
+BEGIN
+    PERFORM awa.check_queue(p_queue);
+    IF (p_limit BETWEEN 1 AND 1000) IS NOT TRUE THEN
+        RAISE EXCEPTION 'a step ends 1 to 1000 jobs, not %', p_limit USING ERRCODE = '22023';
+    END IF;
+    waiting := 0;
+    ended := 0;
+    IF p_from IS NULL THEN
+        p_from := jsonb_build_object('until', (SELECT s.last_value FROM awa.entry_id_seq s), 'low', 0, 'place', 0,
+                                     'next_low', pg_snapshot_xmin(v_now)::text, 'found', 0, 'held', false);
+    END IF;
+    go_on := p_from;
+    happened := 'busy';
+    IF NOT awa.lock_queue(p_queue, 0.2) THEN
+        RETURN;
+    END IF;
+    v_until := p_from->>'until'; v_low := p_from->>'low'; v_next_low := p_from->>'next_low';
+    v_place := p_from->>'place'; v_found := p_from->>'found'; v_held := p_from->>'held';
+    v_id := p_from->>'id'; v_xid := p_from->>'xid'; v_hi := p_from->>'hi'; v_at := p_from->>'at';
+    BEGIN
+        LOOP
+            r := NULL;
+            IF v_place <= 3 THEN
+                WITH place AS MATERIALIZED (
+                    SELECT w.id FROM awa.waiting_jobs w
+                     WHERE w.queue = p_queue
+                       AND w.state = (ARRAY['scheduled', 'available', 'retryable', 'waiting_external'])[v_place + 1]
+                       AND w.id > coalesce(v_id, 0) AND w.id <= v_until
+                     ORDER BY w.id LIMIT p_limit
+                ), held AS MATERIALIZED (
+                    SELECT w.id FROM awa.waiting_jobs w
+                     WHERE w.id = ANY (ARRAY(SELECT p.id FROM place p))
+                       AND (w.queue = p_queue) IS TRUE      -- no index of queues for this
+                       FOR UPDATE SKIP LOCKED
+                ), taken AS (
+                    DELETE FROM awa.waiting_jobs w WHERE w.id = ANY (ARRAY(SELECT h.id FROM held h)) RETURNING w.*
+                ), judged AS MATERIALIZED (
+                    SELECT t.*, f.jobs, f.flaw
+                      FROM taken t
+                      LEFT JOIN LATERAL (SELECT f.* FROM awa.follow_ups_after(t.follow_ups, 'cancelled') f
+                                          WHERE t.follow_ups IS NOT NULL AND NOT p_purge OFFSET 0) f ON true
+                ), final AS (
+                    INSERT INTO awa.ended_jobs (id, created_at, state, priority, attempt, max_attempts, timeout_ms, queue,
+                                                kind, args, metadata, tags, concurrency_key, ordering_key, unique_key,
+                                                follow_ups, history)
+                    SELECT j.id, j.created_at, 'cancelled', j.priority, j.attempt, j.max_attempts, j.timeout_ms, j.queue,
+                           j.kind, j.args, j.metadata, j.tags, j.concurrency_key, j.ordering_key, j.unique_key,
+                           j.follow_ups, awa.add_history(j.history, j.attempt, 'cancelled', clock_timestamp(), NULL, NULL,
+                                                         awa.with_flaw(v_error, j.flaw))
+                      FROM judged j WHERE NOT p_purge
+                )
+                SELECT array_agg(j.id) AS ids, array_agg(j.jobs) AS jobs, array_agg(j.unique_key) AS keys,
+                       (SELECT count(*) FROM place)::integer AS looked, (SELECT max(p.id) FROM place p) AS last,
+                       (SELECT count(*) FROM place) > count(*) AS held
+                  INTO r FROM judged j;
+                v_held := v_held OR r.held;
+                v_id := r.last;
+            ELSIF v_place <= 11 THEN
+                v_lane := v_place - 2;
+                v_frontier := NULL;
+                SELECT l.* INTO v_frontier FROM unnest(awa.frontier_of(p_queue)) l WHERE l.lane = v_lane;
+                IF v_hi IS NULL THEN
+                    v_hi := pg_snapshot_xmax(pg_current_snapshot());
+                    v_xid := greatest(v_low, pg_snapshot_xmin(v_frontier.page_from));
+                    v_id := -1;
+                END IF;
+                WITH looked AS MATERIALIZED (
+                    SELECT j.* FROM awa.jobs j
+                     WHERE j.queue = p_queue AND j.lane = v_lane AND (j.xid, j.entry_id) > (v_xid, v_id) AND j.xid < v_hi
+                     ORDER BY j.xid, j.entry_id LIMIT p_limit
+                ), entry AS MATERIALIZED (
+                    SELECT l.* FROM looked l
+                     WHERE l.id <= v_until
+                       -- as awa.is_passed has it
+                       AND NOT coalesce(pg_visible_in_snapshot(l.xid, v_frontier.page_from)
+                                        OR pg_visible_in_snapshot(l.xid, v_frontier.page_to)
+                                           AND (l.xid, l.entry_id) <= (v_frontier.last_xid, v_frontier.last_entry),
+                                        false)
+                       AND NOT EXISTS (SELECT FROM awa.attempt_ends e
+                                        WHERE e.slot = l.slot AND e.entry_id = l.entry_id OFFSET 0)
+                ), over AS (
+                    INSERT INTO awa.attempt_ends (entry_id, id, slot, outcome, error)
+                    SELECT e.entry_id, e.id, e.slot, v_outcome, v_error FROM entry e
+                ), judged AS MATERIALIZED (
+                    SELECT e.*, f.jobs, f.flaw
+                      FROM entry e
+                      LEFT JOIN LATERAL (SELECT f.* FROM awa.follow_ups_after(e.follow_ups, 'cancelled') f
+                                          WHERE e.follow_ups IS NOT NULL AND NOT p_purge OFFSET 0) f ON true
+                ), final AS (
+                    INSERT INTO awa.ended_jobs (id, created_at, state, priority, attempt, max_attempts, timeout_ms, queue,
+                                                kind, args, metadata, tags, concurrency_key, ordering_key, unique_key,
+                                                follow_ups, history)
+                    SELECT j.id, coalesce(j.created_at, j.available_at), 'cancelled', j.priority, j.attempt,
+                           j.max_attempts, j.timeout_ms, j.queue, j.kind, j.args, j.metadata, j.tags, j.concurrency_key,
+                           j.ordering_key, j.unique_key, j.follow_ups,
+                           awa.add_history(j.history, j.attempt, 'cancelled', clock_timestamp(), NULL, NULL,
+                                           awa.with_flaw(v_error, j.flaw))
+                      FROM judged j WHERE NOT p_purge
+                ), last AS (
+                    SELECT count(*)::integer AS looked, max(l.xid::text::bigint) AS xid FROM looked l
+                )
+                SELECT array_agg(j.id) AS ids, array_agg(j.jobs) AS jobs, array_agg(j.unique_key) AS keys,
+                       (SELECT t.looked FROM last t) AS looked, (SELECT t.xid FROM last t)::text::xid8 AS xid,
+                       (SELECT max(l.entry_id) FROM looked l, last t WHERE l.xid = t.xid::text::xid8) AS last
+                  INTO r FROM judged j;
+                v_xid := r.xid;
+                v_id := r.last;
+            ELSE
+                WITH place AS MATERIALIZED (
+                    SELECT e.ended_at, e.id, row_number() OVER () AS n FROM awa.ended_jobs e
+                     WHERE e.queue = p_queue AND e.state = (ARRAY['failed', 'cancelled'])[v_place - 11]
+                       AND (e.ended_at, e.id) > (coalesce(v_at, '-infinity'), coalesce(v_id, 0)) AND e.id <= v_until
+                     ORDER BY e.ended_at, e.id LIMIT p_limit
+                ), held AS MATERIALIZED (
+                    SELECT e.id FROM awa.ended_jobs e
+                     WHERE e.id = ANY (ARRAY(SELECT p.id FROM place p)) AND (e.queue = p_queue) IS TRUE
+                       FOR UPDATE SKIP LOCKED
+                ), taken AS (
+                    DELETE FROM awa.ended_jobs e WHERE e.id = ANY (ARRAY(SELECT h.id FROM held h))
+                    RETURNING e.id, e.unique_key
+                )
+                SELECT array_agg(t.id) AS ids, NULL::json[] AS jobs, array_agg(t.unique_key) AS keys,
+                       (SELECT count(*) FROM place)::integer AS looked,
+                       (SELECT p.ended_at FROM place p ORDER BY p.n DESC LIMIT 1) AS at,
+                       (SELECT p.id FROM place p ORDER BY p.n DESC LIMIT 1) AS last,
+                       (SELECT count(*) FROM place) > count(*) AS held
+                  INTO r FROM taken t;
+                v_held := v_held OR r.held;
+                v_at := r.at;
+                v_id := r.last;
+            END IF;
+            IF r.ids IS NOT NULL THEN
+                IF p_purge THEN
+                    PERFORM awa.forget(r.ids, r.keys);
+                ELSE
+                    PERFORM awa.conclude(r.ids, array_fill(v_outcome, ARRAY[cardinality(r.ids)]), r.jobs, r.keys);
+                END IF;
+                v_found := v_found + cardinality(r.ids);
+                IF v_place <= 11 THEN
+                    waiting := cardinality(r.ids);
+                ELSE
+                    ended := cardinality(r.ids);
+                END IF;
+            END IF;
+            v_looked := v_looked + r.looked;
+            happened := 'more';
+            IF r.looked < p_limit THEN
+                v_place := v_place + 1;
+                v_id := NULL; v_xid := NULL; v_hi := NULL; v_at := NULL;
+                IF v_place > (CASE WHEN p_purge THEN 13 ELSE 11 END) THEN
+                    happened := CASE WHEN v_found > 0 THEN 'more' WHEN v_held THEN 'busy' ELSE 'done' END;
+                    v_place := 0; v_low := v_next_low; v_next_low := pg_snapshot_xmin(pg_current_snapshot());
+                    v_found := 0; v_held := false;
+                    EXIT;
+                END IF;
+            END IF;
+            EXIT WHEN r.ids IS NOT NULL OR v_looked >= 10 * p_limit;
+        END LOOP;
+        go_on := jsonb_build_object('until', v_until, 'low', v_low::text, 'next_low', v_next_low::text, 'place', v_place,
+                                    'found', v_found, 'held', v_held, 'id', v_id, 'xid', v_xid::text, 'hi', v_hi::text,
+                                    'at', v_at);
+    EXCEPTION WHEN lock_not_available OR deadlock_detected THEN
+        happened := 'busy';      -- nothing of this step has happened
+        waiting := 0;
+        ended := 0;
+    END;
+END $$;
 
 CREATE FUNCTION awa.complete_v1(p_runtime bigint, p_claim bigint, p_slot smallint, p_nonce integer, p_idx smallint, p_elapsed integer) RETURNS bigint
     LANGUAGE sql
@@ -737,6 +1159,7 @@ BEGIN
                 CROSS JOIN LATERAL (SELECT t.key FROM awa.job_uniques t WHERE t.key = p.key AND t.id = p.id
                                        FOR UPDATE SKIP LOCKED) t));
     END IF;
+    PERFORM awa.release_grants(p_ids);
     PERFORM awa.wake_waiters(p_ids);
 END $$;
 
@@ -746,6 +1169,30 @@ CREATE FUNCTION awa.cut_wait_key() RETURNS trigger
 BEGIN
     NEW.wait_key := left(NEW.wait_key, 201);
     RETURN NEW;
+END $$;
+
+CREATE FUNCTION awa.declare_queue_v1(p_queue text, p_declared json) RETURNS text
+    LANGUAGE plpgsql
+    SET lock_timeout TO '50ms'
+    AS $$
+BEGIN
+    PERFORM awa.check_queue(p_queue);
+    IF p_declared IS NULL THEN
+        RAISE EXCEPTION 'say which limits queue % has, {} for none', p_queue USING ERRCODE = '22004';
+    END IF;
+    IF EXISTS (SELECT FROM awa.queue_meta m WHERE m.queue = p_queue AND m.declared::jsonb = p_declared::jsonb) THEN
+        RETURN 'nothing';
+    END IF;
+    PERFORM awa.limits_of(p_declared, NULL);
+    IF NOT awa.lock_queue(p_queue, 1) THEN
+        RETURN 'busy';
+    END IF;
+    INSERT INTO awa.queue_meta (queue) VALUES (p_queue) ON CONFLICT DO NOTHING;
+    PERFORM awa.write_limits(p_queue, p_declared, (SELECT m.overrides FROM awa.queue_meta m WHERE m.queue = p_queue));
+    UPDATE awa.queue_meta m SET declared_at = clock_timestamp() WHERE m.queue = p_queue;
+    RETURN 'declared';
+EXCEPTION WHEN lock_not_available THEN
+    RETURN 'busy';
 END $$;
 
 CREATE FUNCTION awa.dependents_v1(p_after bigint, p_limit integer, p_parents integer) RETURNS TABLE(seq bigint, id bigint, parents bigint[])
@@ -959,6 +1406,16 @@ BEGIN
 END $$;
 
 CREATE FUNCTION awa.enqueue_many_v1(p_queues text[], p_priorities smallint[], p_kinds text[], p_args text[], p_max_attempts smallint[], p_timeouts integer[], p_tags text[], p_metadata text[], p_run_ats text[], p_delays double precision[], p_keys bytea[], p_on_conflict text[], p_follow_ups text[], p_parents text[], p_on_parent_failure text[], p_notify boolean DEFAULT true) RETURNS TABLE(n integer, id bigint, is_new boolean, problem text)
+    LANGUAGE sql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    AS $$
+    SELECT n, id, is_new, problem
+      FROM awa.enqueue_many_v2(p_queues, p_priorities, p_kinds, p_args, p_max_attempts, p_timeouts, p_tags, p_metadata,
+                               p_run_ats, p_delays, p_keys, p_on_conflict, p_follow_ups, p_parents,
+                               p_on_parent_failure, NULL, NULL, NULL, p_notify)
+$$;
+
+CREATE FUNCTION awa.enqueue_many_v2(p_queues text[], p_priorities smallint[], p_kinds text[], p_args text[], p_max_attempts smallint[], p_timeouts integer[], p_tags text[], p_metadata text[], p_run_ats text[], p_delays double precision[], p_keys bytea[], p_on_conflict text[], p_follow_ups text[], p_parents text[], p_on_parent_failure text[], p_concurrency_keys text[], p_ordering_keys text[], p_expires_ats text[], p_notify boolean DEFAULT true) RETURNS TABLE(n integer, id bigint, is_new boolean, problem text)
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
     SET plan_cache_mode TO 'force_generic_plan'
@@ -1042,25 +1499,28 @@ BEGIN
         SELECT i.n, i.id, i.queue, i.priority, i.kind, i.args::json AS args, i.max_attempts, i.timeout_ms,
                CASE WHEN i.tags IS NOT NULL THEN ARRAY(SELECT json_array_elements_text(i.tags::json)) END AS tags,
                i.metadata::json AS metadata, i.run_at, i.key, i.follow_ups::json AS follow_ups,
-               i.parents::bigint[] AS parents, i.on_parent_failure, i.run_at IS NULL AND i.parents IS NULL AS is_due
+               i.parents::bigint[] AS parents, i.on_parent_failure, i.concurrency_key, i.ordering_key,
+               i.expires_at::timestamptz AS expires_at, i.run_at IS NULL AND i.parents IS NULL AS is_due
           FROM (SELECT * FROM unnest(v_ids, v_holders, v_run_ats, p_queues, p_priorities, p_kinds, p_args, p_max_attempts,
                                      p_timeouts, p_tags, p_metadata, p_keys, p_follow_ups, p_parents,
-                                     p_on_parent_failure) WITH ORDINALITY
+                                     p_on_parent_failure, p_concurrency_keys, p_ordering_keys, p_expires_ats)
+                              WITH ORDINALITY
                          AS i(id, holder, run_at, queue, priority, kind, args, max_attempts, timeout_ms, tags, metadata,
-                              key, follow_ups, parents, on_parent_failure, n)
+                              key, follow_ups, parents, on_parent_failure, concurrency_key, ordering_key, expires_at, n)
                  WHERE i.holder = i.id ORDER BY i.n) i
     ), available AS (
         INSERT INTO awa.jobs (entry_id, id, slot, queue, lane, priority, kind, args, max_attempts, timeout_ms, tags,
-                              metadata, unique_key, follow_ups)
+                              metadata, unique_key, follow_ups, concurrency_key, ordering_key, expires_at)
         SELECT i.id, i.id, v_slot, i.queue, 2 * i.priority + 1, i.priority, i.kind, i.args, i.max_attempts, i.timeout_ms,
-               i.tags, i.metadata, i.key, i.follow_ups
+               i.tags, i.metadata, i.key, i.follow_ups, i.concurrency_key, i.ordering_key, i.expires_at
           FROM input i WHERE i.is_due ORDER BY i.n
     ), waiting AS (
         INSERT INTO awa.waiting_jobs (id, run_at, waits_for, queue, priority, kind, args, max_attempts, timeout_ms, tags,
-                                      metadata, unique_key, follow_ups, parents, on_parent_failure)
+                                      metadata, unique_key, follow_ups, parents, on_parent_failure, concurrency_key,
+                                      ordering_key, expires_at)
         SELECT i.id, i.run_at, CASE WHEN i.parents IS NULL THEN 'time' ELSE 'parent' END, i.queue, i.priority, i.kind,
                i.args, i.max_attempts, i.timeout_ms, i.tags, i.metadata, i.key, i.follow_ups, i.parents,
-               i.on_parent_failure
+               i.on_parent_failure, i.concurrency_key, i.ordering_key, i.expires_at
           FROM input i WHERE NOT i.is_due
     )
     SELECT array_agg(DISTINCT CASE WHEN i.is_due THEN i.queue ELSE '' END) INTO v_bells
@@ -1074,12 +1534,14 @@ BEGIN
                                  AS i(id, holder, key, mode, n)
                   WHERE i.mode = 'replace' AND i.holder <> i.id ORDER BY i.key, i.n
         LOOP
-            PERFORM awa.replace_waiting(v_holders[r.n], p_queues[r.n], p_priorities[r.n], p_kinds[r.n], p_args[r.n]::json,
-                                        p_max_attempts[r.n], p_timeouts[r.n],
-                                        CASE WHEN p_tags[r.n] IS NOT NULL
-                                             THEN ARRAY(SELECT json_array_elements_text(p_tags[r.n]::json)) END,
-                                        p_metadata[r.n]::json, v_run_ats[r.n], p_follow_ups[r.n]::json,
-                                        p_parents[r.n]::bigint[], p_on_parent_failure[r.n], p_notify);
+            PERFORM awa.replace_waiting_v2(
+                v_holders[r.n], p_queues[r.n], p_priorities[r.n], p_kinds[r.n], p_args[r.n]::json, p_max_attempts[r.n],
+                p_timeouts[r.n],
+                CASE WHEN p_tags[r.n] IS NOT NULL
+                     THEN ARRAY(SELECT json_array_elements_text(p_tags[r.n]::json)) END,
+                p_metadata[r.n]::json, v_run_ats[r.n], p_follow_ups[r.n]::json, p_parents[r.n]::bigint[],
+                p_on_parent_failure[r.n], p_concurrency_keys[r.n], p_ordering_keys[r.n],
+                p_expires_ats[r.n]::timestamptz, p_notify);
         END LOOP;
     END IF;
     RETURN QUERY SELECT i.n::integer, i.holder, i.holder = i.id, NULL::text
@@ -1087,6 +1549,16 @@ BEGIN
 END $$;
 
 CREATE FUNCTION awa.enqueue_v1(p_kind text, p_args json DEFAULT '{}'::json, p_queue text DEFAULT 'default'::text, p_priority integer DEFAULT 2, p_max_attempts integer DEFAULT 25, p_timeout_ms integer DEFAULT NULL::integer, p_run_at timestamp with time zone DEFAULT NULL::timestamp with time zone, p_delay interval DEFAULT NULL::interval, p_tags text[] DEFAULT NULL::text[], p_metadata json DEFAULT NULL::json, p_unique_key bytea DEFAULT NULL::bytea, p_unique_states text[] DEFAULT NULL::text[], p_on_conflict text DEFAULT 'return'::text, p_follow_ups json DEFAULT NULL::json, p_after bigint[] DEFAULT NULL::bigint[], p_on_parent_failure text DEFAULT NULL::text, p_notify boolean DEFAULT true, OUT id bigint, OUT is_new boolean) RETURNS record
+    LANGUAGE sql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    AS $$
+    SELECT id, is_new
+      FROM awa.enqueue_v2(p_kind, p_args, p_queue, p_priority, p_max_attempts, p_timeout_ms, p_run_at, p_delay, p_tags,
+                          p_metadata, p_unique_key, p_unique_states, p_on_conflict, p_follow_ups, p_after,
+                          p_on_parent_failure, p_notify => p_notify)
+$$;
+
+CREATE FUNCTION awa.enqueue_v2(p_kind text, p_args json DEFAULT '{}'::json, p_queue text DEFAULT 'default'::text, p_priority integer DEFAULT 2, p_max_attempts integer DEFAULT 25, p_timeout_ms integer DEFAULT NULL::integer, p_run_at timestamp with time zone DEFAULT NULL::timestamp with time zone, p_delay interval DEFAULT NULL::interval, p_tags text[] DEFAULT NULL::text[], p_metadata json DEFAULT NULL::json, p_unique_key bytea DEFAULT NULL::bytea, p_unique_states text[] DEFAULT NULL::text[], p_on_conflict text DEFAULT 'return'::text, p_follow_ups json DEFAULT NULL::json, p_after bigint[] DEFAULT NULL::bigint[], p_on_parent_failure text DEFAULT NULL::text, p_concurrency_key text DEFAULT NULL::text, p_ordering_key text DEFAULT NULL::text, p_expires_at timestamp with time zone DEFAULT NULL::timestamp with time zone, p_notify boolean DEFAULT true, OUT id bigint, OUT is_new boolean) RETURNS record
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
     SET plan_cache_mode TO 'force_generic_plan'
@@ -1111,7 +1583,8 @@ BEGIN
         AND (p_unique_key IS NULL OR octet_length(p_unique_key) = 16) AND p_on_conflict = 'return'
         AND p_timeout_ms IS NULL AND p_run_at IS NULL AND p_delay IS NULL AND p_tags IS NULL AND p_metadata IS NULL
         AND p_unique_states IS NULL AND p_follow_ups IS NULL AND p_after IS NULL
-        AND p_on_parent_failure IS NULL) IS NOT TRUE THEN
+        AND p_on_parent_failure IS NULL AND p_concurrency_key IS NULL AND p_ordering_key IS NULL
+        AND p_expires_at IS NULL) IS NOT TRUE THEN
         v_bad := CASE
             WHEN p_kind IS NULL OR length(p_kind) NOT BETWEEN 1 AND 200 THEN
                 format('p_kind has 1 to 200 characters, not %s', coalesce(length(p_kind)::text, 'NULL'))
@@ -1140,6 +1613,17 @@ BEGIN
                 format('p_on_conflict is return, raise or replace, not %s', coalesce(p_on_conflict, 'NULL'))
             WHEN p_unique_states IS NOT NULL AND p_unique_key IS NULL THEN
                 'p_unique_states is for jobs with p_unique_key: give both or none'
+            WHEN length(p_concurrency_key) NOT BETWEEN 1 AND 200 THEN
+                format('p_concurrency_key has 1 to 200 characters, or is NULL for a job that shares nothing, not %s',
+                       length(p_concurrency_key))
+            WHEN length(p_ordering_key) NOT BETWEEN 1 AND 200 THEN
+                format('p_ordering_key has 1 to 200 characters, or is NULL for a job that shares nothing, not %s',
+                       length(p_ordering_key))
+            WHEN NOT isfinite(p_expires_at) OR p_expires_at < '1970-01-01Z' OR p_expires_at >= '10000-01-01Z' THEN
+                format('p_expires_at is within the years 1970 to 9999, not %s', p_expires_at)
+            WHEN p_expires_at <= p_run_at THEN
+                format('p_expires_at comes after p_run_at, or the job never runs: %s is not after %s', p_expires_at,
+                       p_run_at)
             WHEN p_after IS NOT NULL AND (cardinality(p_after) = 0 OR array_position(p_after, NULL) IS NOT NULL) THEN
                 'p_after is the ids of one or more jobs: leave it out, or NULL, when the job waits for none'
             WHEN p_on_parent_failure IS NOT NULL AND p_on_parent_failure NOT IN ('cancel', 'run', 'discard') THEN
@@ -1207,23 +1691,25 @@ BEGIN
                 RAISE EXCEPTION 'job % has the unique key, and would wait for itself: leave it, and what runs after it, '
                                 'out of p_after', id USING ERRCODE = '22023';
             END IF;
-            PERFORM awa.replace_waiting(id, p_queue, p_priority::smallint, p_kind, p_args, p_max_attempts::smallint,
-                                        p_timeout_ms, p_tags, p_metadata, v_run_at, p_follow_ups, p_after,
-                                        p_on_parent_failure, p_notify);
+            PERFORM awa.replace_waiting_v2(id, p_queue, p_priority::smallint, p_kind, p_args, p_max_attempts::smallint,
+                                           p_timeout_ms, p_tags, p_metadata, v_run_at, p_follow_ups, p_after,
+                                           p_on_parent_failure, p_concurrency_key, p_ordering_key, p_expires_at,
+                                           p_notify);
         END IF;
         RETURN;
     END IF;
     IF v_slot IS NOT NULL THEN
         INSERT INTO awa.jobs (entry_id, id, slot, queue, lane, priority, kind, args, max_attempts, timeout_ms, tags,
-                              metadata, unique_key, follow_ups)
+                              metadata, unique_key, follow_ups, concurrency_key, ordering_key, expires_at)
         VALUES (v_id, v_id, v_slot, p_queue, 2 * p_priority + 1, p_priority, p_kind, p_args, p_max_attempts, p_timeout_ms,
-                p_tags, p_metadata, v_key, p_follow_ups);
+                p_tags, p_metadata, v_key, p_follow_ups, p_concurrency_key, p_ordering_key, p_expires_at);
     ELSE
         INSERT INTO awa.waiting_jobs (id, run_at, waits_for, queue, priority, kind, args, max_attempts, timeout_ms, tags,
-                                      metadata, unique_key, follow_ups, parents, on_parent_failure)
+                                      metadata, unique_key, follow_ups, parents, on_parent_failure, concurrency_key,
+                                      ordering_key, expires_at)
         VALUES (v_id, v_run_at, CASE WHEN p_after IS NULL THEN 'time' ELSE 'parent' END, p_queue, p_priority, p_kind,
                 p_args, p_max_attempts, p_timeout_ms, p_tags, p_metadata, v_key, p_follow_ups, p_after,
-                p_on_parent_failure);
+                p_on_parent_failure, p_concurrency_key, p_ordering_key, p_expires_at);
     END IF;
     IF p_notify AND v_slot IS NOT NULL THEN
         -- as awa.ring does; written out, which is a tenth of the whole
@@ -1291,6 +1777,59 @@ BEGIN
         END;
     END LOOP;
 END $$;
+
+CREATE FUNCTION awa.expire_waiting_v1(p_limit integer) RETURNS integer
+    LANGUAGE plpgsql
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET jit TO 'off'
+    AS $$
+DECLARE
+    v_now timestamptz := clock_timestamp();    -- a value, which bounds the scan; a call would only filter it
+    v_ids bigint[];
+    v_outcomes text[];
+    v_jobs json[];
+    v_keys bytea[];
+BEGIN
+    WITH expired AS MATERIALIZED (
+        SELECT w.id FROM awa.waiting_jobs w
+         WHERE w.expires_at <= v_now AND w.state IN ('scheduled', 'retryable', 'available')
+         ORDER BY w.expires_at LIMIT p_limit
+           FOR UPDATE SKIP LOCKED
+    ), taken AS (
+        -- by array: as a join it may be planned as a walk over the whole table
+        DELETE FROM awa.waiting_jobs w WHERE w.id = ANY (ARRAY(SELECT e.id FROM expired e)) RETURNING w.*
+    ), judged AS MATERIALIZED (
+        SELECT t.*, f.jobs, f.flaw
+          FROM taken t LEFT JOIN LATERAL awa.follow_ups_after(t.follow_ups, 'cancelled') f ON true
+    ), ended AS (
+        INSERT INTO awa.ended_jobs (id, created_at, state, priority, attempt, max_attempts, timeout_ms, queue, kind,
+                                    args, metadata, tags, concurrency_key, ordering_key, unique_key, follow_ups,
+                                    history)
+        SELECT t.id, t.created_at, 'cancelled', t.priority, t.attempt, t.max_attempts, t.timeout_ms, t.queue, t.kind,
+               t.args, t.metadata, t.tags, t.concurrency_key, t.ordering_key, t.unique_key, t.follow_ups,
+               awa.add_history(t.history, t.attempt, 'cancelled', v_now, NULL, NULL,
+                               awa.expiry_error(t.expires_at, t.flaw))
+          FROM judged t
+    )
+    SELECT array_agg(j.id ORDER BY j.id), array_agg('cancelled'::text ORDER BY j.id), array_agg(j.jobs ORDER BY j.id),
+           array_agg(j.unique_key ORDER BY j.id)
+      INTO v_ids, v_outcomes, v_jobs, v_keys FROM judged j;
+    IF v_ids IS NULL THEN
+        RETURN 0;
+    END IF;
+    PERFORM awa.conclude(v_ids, v_outcomes, v_jobs, v_keys);
+    RETURN cardinality(v_ids);
+END $$;
+
+CREATE FUNCTION awa.expiry_error(p_expires_at timestamp with time zone, p_flaw text) RETURNS json
+    LANGUAGE sql STABLE
+    AS $$
+    SELECT awa.with_flaw(json_build_object(
+        'type', 'Expired', 'traceback', '', 'text',
+        format('it expired at %s', to_char(p_expires_at AT TIME ZONE 'UTC', 'YYYY-MM-DD HH24:MI:SS"Z"'))), p_flaw)
+$$;
 
 CREATE FUNCTION awa.fence_v1(p_runtime bigint, p_silent double precision) RETURNS boolean
     LANGUAGE plpgsql
@@ -1383,7 +1922,7 @@ BEGIN
             v_elapsed_ms := e.elapsed_ms;
         END IF;
         IF v_is_newest AND v_state IS NULL THEN
-            v_state := CASE WHEN e.outcome IN ('completed', 'failed', 'cancelled') THEN e.outcome
+            v_state := CASE WHEN e.outcome = 'completed' THEN e.outcome
                             WHEN e.entry_id IS NOT NULL THEN NULL
                             WHEN v_ended_at IS NOT NULL THEN 'completed'
                             WHEN v_claim IS NOT NULL THEN 'running'
@@ -1430,6 +1969,20 @@ CREATE FUNCTION awa.follow_up_rows(p_jobs json) RETURNS TABLE(n bigint, kind tex
                                 follow_ups, n)
 $$;
 
+CREATE FUNCTION awa.follow_up_rows_v2(p_jobs json) RETURNS TABLE(n bigint, kind text, queue text, args json, priority smallint, max_attempts smallint, timeout_ms integer, tags text[], metadata json, run_at timestamp with time zone, delay double precision, follow_ups json, concurrency_key text, ordering_key text, expires_at timestamp with time zone)
+    LANGUAGE sql STABLE
+    AS $$
+    SELECT x.n, x.kind, x.queue, x.args, x.priority, x.max_attempts, x.timeout_ms, x.tags, x.metadata, x.run_at,
+           x.delay, x.follow_ups, x.concurrency_key, x.ordering_key, x.expires_at
+      FROM ROWS FROM (json_to_recordset(p_jobs)
+                      AS (kind text, queue text, args json, priority smallint, max_attempts smallint,
+                          timeout_ms integer, tags text[], metadata json, run_at timestamptz,
+                          delay double precision, follow_ups json, concurrency_key text, ordering_key text,
+                          expires_at timestamptz))
+           WITH ORDINALITY AS x(kind, queue, args, priority, max_attempts, timeout_ms, tags, metadata, run_at, delay,
+                                follow_ups, concurrency_key, ordering_key, expires_at, n)
+$$;
+
 CREATE FUNCTION awa.follow_ups_after(p_follow_ups json, p_outcome text, OUT jobs json, OUT flaw text) RETURNS record
     LANGUAGE plpgsql STABLE
     AS $$
@@ -1447,8 +2000,13 @@ BEGIN
                              WHEN t.max_attempts NOT BETWEEN 1 AND 1000 THEN 'has max_attempts that are not 1 to 1000'
                              WHEN t.timeout_ms < 0 THEN 'has a timeout below 0'
                              WHEN t.delay NOT BETWEEN 0 AND 315360000 THEN 'has a delay that is not 0 s to ten years'
-                             WHEN NOT isfinite(t.run_at) THEN 'has a run_at that never comes' END AS flaw
-              FROM awa.follow_up_rows(jobs) t) x
+                             WHEN NOT isfinite(t.run_at) THEN 'has a run_at that never comes'
+                             WHEN length(t.concurrency_key) NOT BETWEEN 1 AND 200
+                             THEN 'has a concurrency_key of not 1 to 200 characters'
+                             WHEN length(t.ordering_key) NOT BETWEEN 1 AND 200
+                             THEN 'has an ordering_key of not 1 to 200 characters'
+                             WHEN NOT isfinite(t.expires_at) THEN 'has an expires_at that never comes' END AS flaw
+              FROM awa.follow_up_rows_v2(jobs) t) x
      WHERE x.flaw IS NOT NULL ORDER BY x.n LIMIT 1;
     IF flaw IS NOT NULL THEN
         jobs := NULL;
@@ -1456,6 +2014,27 @@ BEGIN
 EXCEPTION WHEN OTHERS THEN
     jobs := NULL;
     flaw := format('%s cannot be read: %s', p_outcome, SQLERRM);
+END $$;
+
+CREATE FUNCTION awa.forget(p_ids bigint[], p_keys bytea[]) RETURNS void
+    LANGUAGE plpgsql
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET enable_seqscan TO 'off'
+    SET jit TO 'off'
+    AS $$
+BEGIN
+    IF num_nonnulls(VARIADIC p_keys) > 0 THEN
+        -- what somebody looks at is left to the sweep: a holder that is gone keeps nobody out
+        DELETE FROM awa.job_uniques u
+         WHERE u.key = ANY (ARRAY(
+               SELECT t.key
+                 FROM (SELECT p.id, substring(p.key FOR 16) AS key FROM unnest(p_ids, p_keys) AS p(id, key)
+                        WHERE p.key IS NOT NULL ORDER BY 2) p
+                CROSS JOIN LATERAL (SELECT t.key FROM awa.job_uniques t WHERE t.key = p.key AND t.id = p.id
+                                       FOR UPDATE SKIP LOCKED) t));
+    END IF;
+    PERFORM awa.release_grants(p_ids);
+    PERFORM awa.wake_waiters(p_ids);
 END $$;
 
 CREATE FUNCTION awa.frontier_of(p_queue text) RETURNS awa.lane_frontier[]
@@ -1467,6 +2046,99 @@ CREATE FUNCTION awa.frontier_of(p_queue text) RETURNS awa.lane_frontier[]
             SELECT t.claim_id, t.frontier FROM awa.frontiers t WHERE t.queue = p_queue) u
      ORDER BY u.claim_id DESC LIMIT 1
 $$;
+
+CREATE FUNCTION awa.hand_over(p_queue text, p_limit integer) RETURNS integer
+    LANGUAGE plpgsql
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET jit TO 'off'
+    AS $$
+DECLARE
+    c_looked CONSTANT integer := 200;
+    c_of_one CONSTANT integer := 100;
+    c_handed CONSTANT integer := 500;
+    v_from bigint;
+    r record;                    -- what is over
+    t record;                    -- who comes next
+BEGIN
+    SELECT (a.lowest + random() * (b.highest - a.lowest))::bigint INTO v_from
+      FROM (SELECT g.claim_id AS lowest FROM awa.grants g WHERE g.queue = p_queue ORDER BY g.claim_id LIMIT 1) a,
+           (SELECT g.claim_id AS highest FROM awa.grants g WHERE g.queue = p_queue ORDER BY g.claim_id DESC LIMIT 1) b;
+    SELECT array_agg(g.scope) AS scopes, array_agg(g.key) AS keys, array_agg(g.id) AS ids INTO r
+      FROM ((SELECT * FROM awa.grants g WHERE g.queue = p_queue AND g.claim_id = 0
+                AND (g.is_over OR g.scope = 'key' AND p_limit IS NULL) LIMIT c_looked)
+            UNION ALL
+            (SELECT * FROM awa.grants g WHERE g.queue = p_queue AND g.claim_id > greatest(v_from, 0)
+              ORDER BY g.claim_id LIMIT c_looked)
+            UNION ALL
+            (SELECT * FROM awa.grants g WHERE g.queue = p_queue AND g.claim_id > 0 AND g.claim_id <= v_from
+              ORDER BY g.claim_id LIMIT c_looked)) g
+     -- as awa.is_over has it; the call costs more than all of this
+     WHERE g.claim_id = 0 OR g.is_over
+        OR EXISTS (SELECT FROM awa.completions x
+                    WHERE x.slot = g.slot AND x.claim_id = g.claim_id AND g.idx = ANY (x.idx) OFFSET 0)
+        OR EXISTS (SELECT FROM awa.attempt_ends e
+                    WHERE e.slot = g.slot AND e.entry_id = g.entry_id
+                      AND (g.scope = 'key' OR e.outcome IN ('completed', 'failed', 'cancelled')) OFFSET 0)
+        OR g.granted_at < clock_timestamp() - interval '1 min'
+           AND awa.is_over(ROW(g.queue, g.scope, g.key, g.id, g.claim_id, g.entry_id, g.slot, g.idx, g.is_over,
+                               g.granted_at)::awa.grants, p_limit IS NOT NULL);
+    IF r.ids IS NULL THEN
+        RETURN 0;
+    END IF;
+    WITH free AS MATERIALIZED (
+        SELECT o.scope, o.key,
+               CASE o.scope WHEN 'order' THEN 1 ELSE coalesce(p_limit, 1000000) END + count(*)
+               - (SELECT count(*) FROM awa.grants g WHERE g.queue = p_queue AND g.scope = o.scope AND g.key = o.key)
+                   AS room
+          FROM unnest(r.scopes, r.keys) AS o(scope, key)
+         GROUP BY o.scope, o.key
+    ), first AS MATERIALIZED (
+        SELECT f.scope, f.key, f.room, w.id, w.seq, row_number() OVER () AS n
+          FROM free f
+         CROSS JOIN LATERAL (SELECT w.id, w.seq FROM awa.waiting_jobs w
+                              WHERE w.queue = p_queue AND w.waits_for = f.scope AND w.waits_for IN ('key', 'order')
+                                AND w.wait_key = f.key
+                              ORDER BY w.seq LIMIT least(greatest(f.room, 0), c_of_one)) w
+    ), held AS MATERIALIZED (
+        SELECT w.id FROM awa.waiting_jobs w
+         WHERE w.id = ANY (ARRAY(SELECT f.id FROM first f WHERE f.n <= c_handed))
+           AND w.queue || '' = p_queue      -- no use of an index on the queue; it may have been moved just now
+           FOR UPDATE SKIP LOCKED
+    ), next AS MATERIALIZED (
+        SELECT f.*, f.id IN (SELECT h.id FROM held h) AS is_held FROM first f
+    )
+    SELECT array_agg(n.scope ORDER BY n.seq) FILTER (WHERE n.is_held) AS scopes,
+           array_agg(n.key ORDER BY n.seq) FILTER (WHERE n.is_held) AS keys,
+           array_agg(n.id ORDER BY n.seq) FILTER (WHERE n.is_held) AS ids,
+           ARRAY(SELECT n.scope || ' ' || n.key FROM next n GROUP BY n.scope, n.key, n.room
+                 HAVING NOT bool_and(n.is_held) OR (count(*) = c_of_one AND n.room > c_of_one)) AS unfinished
+      INTO t FROM next n;
+    DELETE FROM awa.grants g
+     USING unnest(r.scopes, r.keys, r.ids) AS o(scope, key, id)
+     WHERE g.queue = p_queue AND g.scope = o.scope AND g.key = o.key AND g.id = o.id
+       AND o.scope || ' ' || o.key <> ALL (t.unfinished);
+    IF t.ids IS NULL THEN
+        RETURN 0;
+    END IF;
+    WITH taken AS (
+        DELETE FROM awa.waiting_jobs w WHERE w.id = ANY (t.ids) RETURNING w.*
+    )
+    INSERT INTO awa.jobs (id, created_at, lane, priority, attempt, max_attempts, timeout_ms, queue, kind, args, metadata,
+                          tags, concurrency_key, ordering_key, unique_key, expires_at, follow_ups, history)
+    SELECT w.id, w.created_at, 2 * w.priority, w.priority, w.attempt, w.max_attempts, w.timeout_ms, w.queue, w.kind,
+           w.args, w.metadata, w.tags, w.concurrency_key, w.ordering_key, w.unique_key, w.expires_at, w.follow_ups,
+           w.history
+      FROM (SELECT * FROM taken ORDER BY seq) w;
+    INSERT INTO awa.grants AS g (queue, scope, key, id)
+    SELECT p_queue, o.scope, o.key, o.id FROM unnest(t.scopes, t.keys, t.ids) AS o(scope, key, id)
+     WHERE o.scope = 'order' OR p_limit IS NOT NULL
+        ON CONFLICT (queue, scope, key, id) DO UPDATE
+       SET claim_id = 0, entry_id = NULL, slot = NULL, idx = NULL, is_over = false, granted_at = clock_timestamp();
+    PERFORM awa.ring(ARRAY[p_queue]);       -- who claims may have no room for them, and others may sleep
+    RETURN cardinality(t.ids);
+END $$;
 
 CREATE FUNCTION awa.has_passed(p_frontier awa.lane_frontier[], p_lane smallint, p_xid xid8, p_entry bigint) RETURNS boolean
     LANGUAGE plpgsql IMMUTABLE
@@ -1551,6 +2223,53 @@ BEGIN
     RETURN coalesce(u.states & awa.state_bit(v_state) > 0, false);
 END $$;
 
+CREATE TABLE awa.grants (
+    queue text NOT NULL COLLATE pg_catalog."C",
+    scope text NOT NULL COLLATE pg_catalog."C",
+    key text NOT NULL COLLATE pg_catalog."C",
+    id bigint NOT NULL,
+    claim_id bigint DEFAULT 0 NOT NULL,
+    entry_id bigint,
+    slot smallint,
+    idx smallint,
+    is_over boolean DEFAULT false NOT NULL,
+    granted_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
+    CONSTRAINT grants_scope_check CHECK ((scope = ANY (ARRAY['key'::text, 'order'::text])))
+)
+WITH (autovacuum_vacuum_scale_factor='0.01', autovacuum_vacuum_cost_delay='0');
+
+CREATE FUNCTION awa.is_over(g awa.grants, p_is_limited boolean) RETURNS boolean
+    LANGUAGE plpgsql STABLE
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET jit TO 'off'
+    AS $$
+DECLARE
+    v_outcome text;
+BEGIN
+    IF g.is_over OR g.claim_id = 0 THEN
+        RETURN g.is_over OR g.scope = 'key' AND NOT p_is_limited;
+    END IF;
+    IF EXISTS (SELECT FROM awa.completions x
+                WHERE x.slot = g.slot AND x.claim_id = g.claim_id AND g.idx = ANY (x.idx) OFFSET 0) THEN
+        RETURN true;
+    END IF;
+    SELECT e.outcome INTO v_outcome FROM awa.attempt_ends e WHERE e.slot = g.slot AND e.entry_id = g.entry_id LIMIT 1;
+    IF FOUND THEN
+        RETURN g.scope = 'key' OR v_outcome IN ('completed', 'failed', 'cancelled');
+    END IF;
+    IF g.granted_at > clock_timestamp() - interval '1 min'
+       OR EXISTS (SELECT FROM awa.claims c
+                   WHERE c.slot = g.slot AND c.queue = g.queue AND c.claim_id = g.claim_id OFFSET 0) THEN
+        RETURN false;
+    END IF;
+    RETURN g.scope = 'key'
+           OR NOT EXISTS (SELECT FROM awa.waiting_jobs w WHERE w.id = g.id)
+              AND coalesce((SELECT f.state FROM awa.find_job_v2(g.id) f), 'completed')
+                  IN ('completed', 'failed', 'cancelled');
+END $$;
+
 CREATE FUNCTION awa.is_passed(p_queue text, p_lane smallint, p_xid xid8, p_entry bigint) RETURNS boolean
     LANGUAGE plpgsql STABLE
     SET plan_cache_mode TO 'force_generic_plan'
@@ -1571,6 +2290,12 @@ BEGIN
                     OR pg_visible_in_snapshot(p_xid, f.page_to) AND (p_xid, p_entry) <= (f.last_xid, f.last_entry), false);
 END $$;
 
+CREATE FUNCTION awa.is_suspect(p_history json) RETURNS boolean
+    LANGUAGE sql IMMUTABLE
+    AS $$
+    SELECT coalesce(p_history->-1->>'outcome' = 'rescued', false)
+$$;
+
 CREATE FUNCTION awa.lies_ahead(p_from pg_snapshot, p_to pg_snapshot, p_last_xid xid8, p_last_entry bigint, p_xid xid8, p_entry bigint) RETURNS boolean
     LANGUAGE sql IMMUTABLE
     AS $$
@@ -1579,6 +2304,114 @@ CREATE FUNCTION awa.lies_ahead(p_from pg_snapshot, p_to pg_snapshot, p_last_xid 
         OR (p_to IS NOT NULL AND NOT pg_visible_in_snapshot(p_xid, p_from)
             AND (p_xid, p_entry) > (p_last_xid, p_last_entry))
 $$;
+
+CREATE FUNCTION awa.limit_queue_v1(p_queue text, p_overrides json, p_by text DEFAULT NULL::text, p_cleared text[] DEFAULT NULL::text[]) RETURNS text
+    LANGUAGE plpgsql
+    SET lock_timeout TO '50ms'
+    AS $$
+DECLARE
+    v_old jsonb;
+    v_new jsonb;
+BEGIN
+    PERFORM awa.check_queue(p_queue);
+    PERFORM awa.limits_of(NULL, p_overrides);
+    IF NOT awa.lock_queue(p_queue, 1) THEN
+        RETURN 'busy';
+    END IF;
+    SELECT coalesce(m.overrides::jsonb, '{}') INTO v_old FROM awa.queue_meta m WHERE m.queue = p_queue;
+    v_new := (coalesce(v_old, '{}') || coalesce(p_overrides::jsonb, '{}')) - coalesce(p_cleared, '{}');
+    IF v_new = coalesce(v_old, '{}') THEN
+        RETURN 'nothing';
+    END IF;
+    INSERT INTO awa.queue_meta (queue) VALUES (p_queue) ON CONFLICT DO NOTHING;
+    PERFORM awa.write_limits(p_queue, (SELECT m.declared FROM awa.queue_meta m WHERE m.queue = p_queue),
+                             nullif(v_new, '{}')::json);
+    UPDATE awa.queue_meta m SET overrides_by = p_by, overrides_at = clock_timestamp() WHERE m.queue = p_queue;
+    RETURN 'limited';
+EXCEPTION WHEN lock_not_available THEN
+    RETURN 'busy';
+END $$;
+
+CREATE FUNCTION awa.limits_changed(p_queue text) RETURNS void
+    LANGUAGE plpgsql
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET jit TO 'off'
+    AS $$
+BEGIN
+    IF (SELECT m.max_running_per_key FROM awa.queue_meta m WHERE m.queue = p_queue) IS NOT NULL THEN
+        INSERT INTO awa.grants (queue, scope, key, id, claim_id, entry_id, slot, idx)
+        SELECT p_queue, 'key', left(j.concurrency_key, 201), j.id, o.claim_id, j.entry_id, o.slot, m.idx
+          FROM awa.open_of_queue(p_queue) o
+         CROSS JOIN LATERAL (SELECT * FROM awa.claims c
+                              WHERE c.slot = o.slot AND c.queue = p_queue AND c.claim_id = o.claim_id LIMIT 1) c
+         CROSS JOIN LATERAL unnest(c.entry_ids, c.xids) WITH ORDINALITY AS m(entry_id, xid, idx)
+         CROSS JOIN LATERAL (SELECT * FROM awa.jobs j
+                              WHERE j.slot = o.slot AND j.queue = p_queue AND j.lane = c.lane AND j.xid = m.xid
+                                AND j.entry_id = m.entry_id LIMIT 1) j
+         WHERE j.concurrency_key IS NOT NULL
+           AND NOT EXISTS (SELECT FROM awa.completions x
+                            WHERE x.slot = o.slot AND x.claim_id = o.claim_id AND m.idx::smallint = ANY (x.idx) OFFSET 0)
+           AND NOT EXISTS (SELECT FROM awa.attempt_ends e WHERE e.slot = o.slot AND e.entry_id = m.entry_id OFFSET 0)
+            ON CONFLICT (queue, scope, key, id) DO UPDATE
+           SET claim_id = excluded.claim_id, entry_id = excluded.entry_id, slot = excluded.slot, idx = excluded.idx,
+               is_over = false;
+    END IF;
+    WITH RECURSIVE waiting AS (
+        (SELECT w.wait_key FROM awa.waiting_jobs w
+          WHERE w.queue = p_queue AND w.waits_for = 'key' AND w.waits_for IN ('key', 'order')
+          ORDER BY w.wait_key LIMIT 1)
+        UNION ALL
+        SELECT n.wait_key
+          FROM waiting t
+         CROSS JOIN LATERAL (SELECT w.wait_key FROM awa.waiting_jobs w
+                              WHERE w.queue = p_queue AND w.waits_for = 'key' AND w.waits_for IN ('key', 'order')
+                                AND w.wait_key > t.wait_key
+                              ORDER BY w.wait_key LIMIT 1) n
+    )
+    INSERT INTO awa.grants (queue, scope, key, id, is_over)
+    SELECT p_queue, 'key', t.wait_key, 0, true FROM waiting t
+        ON CONFLICT DO NOTHING;
+END $$;
+
+CREATE FUNCTION awa.limits_of(p_declared json, p_overrides json, OUT max_running integer, OUT rate double precision, OUT burst double precision, OUT max_running_per_key integer) RETURNS record
+    LANGUAGE plpgsql IMMUTABLE
+    AS $$
+DECLARE
+    v_said jsonb := coalesce(p_declared::jsonb, '{}') || coalesce(p_overrides::jsonb, '{}');
+    v_rate jsonb;
+    v_name text;
+BEGIN
+    IF jsonb_typeof(v_said) <> 'object' THEN
+        RAISE EXCEPTION 'limits are a JSON object, not %', left(v_said::text, 60) USING ERRCODE = '22023';
+    END IF;
+    SELECT k INTO v_name FROM jsonb_object_keys(v_said) k
+     WHERE k NOT IN ('max_running', 'rate_limit', 'max_running_per_key') LIMIT 1;
+    IF FOUND THEN
+        RAISE EXCEPTION 'there is no limit %: limits are max_running, rate_limit, max_running_per_key', left(v_name, 60)
+              USING ERRCODE = '22023';
+    END IF;
+    max_running := v_said->>'max_running';
+    max_running_per_key := v_said->>'max_running_per_key';
+    IF least(max_running, max_running_per_key) < 1 THEN
+        RAISE EXCEPTION 'max_running and max_running_per_key are at least 1, not %: to start nothing pause the queue',
+              least(max_running, max_running_per_key) USING ERRCODE = '22023';
+    END IF;
+    v_rate := v_said->'rate_limit';
+    IF jsonb_typeof(v_rate) <> 'null' THEN
+        rate := (v_rate->>'count')::double precision / coalesce((v_rate->>'per')::double precision, 1);
+        burst := coalesce((v_rate->>'burst')::double precision, ceil((v_rate->>'count')::double precision));
+        IF (rate BETWEEN 1e-6 AND 1e6 AND burst BETWEEN 1 AND 1e6) IS NOT TRUE THEN
+            RAISE EXCEPTION 'rate_limit is {"count": attempts, "per": seconds, "burst": attempts}, from 0.000001 to'
+                            ' 1000000 a second, 1 to 1000000 at once; not %', left(v_rate::text, 200)
+                  USING ERRCODE = '22023';
+        END IF;
+    END IF;
+EXCEPTION
+    WHEN invalid_text_representation OR numeric_value_out_of_range OR division_by_zero THEN
+        RAISE EXCEPTION 'limits cannot be read: % in %', SQLERRM, left(v_said::text, 200) USING ERRCODE = '22023';
+END $$;
 
 CREATE FUNCTION awa.locate(p_id bigint, OUT place text, OUT state text, OUT queue text, OUT slot smallint, OUT lane smallint, OUT xid xid8, OUT entry_id bigint, OUT runtime bigint, OUT claim_id bigint, OUT idx smallint) RETURNS record
     LANGUAGE plpgsql STABLE
@@ -1604,9 +2437,9 @@ BEGIN
     IF NOT FOUND THEN
         RETURN;
     END IF;
-    SELECT CASE WHEN e.outcome IN ('completed', 'failed', 'cancelled') THEN e.outcome END INTO state
+    SELECT CASE WHEN e.outcome = 'completed' THEN e.outcome END INTO state
       FROM awa.attempt_ends e WHERE e.slot = j.slot AND e.entry_id = j.entry_id;
-    IF FOUND THEN                -- else its next entry lay in a segment that was emptied since, and nothing is left
+    IF FOUND THEN                -- it is completed, or nothing is left of what came after this entry
         place := CASE WHEN state IS NOT NULL THEN 'ended' END;
         queue := CASE WHEN state IS NOT NULL THEN j.queue END;
         RETURN;
@@ -1638,6 +2471,30 @@ BEGIN
         place := 'running'; state := 'running';
         runtime := r.runtime; claim_id := r.claim_id; idx := r.idx;
     END IF;
+END $$;
+
+CREATE FUNCTION awa.lock_queue(p_queue text, p_seconds double precision) RETURNS boolean
+    LANGUAGE plpgsql
+    AS $$
+DECLARE
+    v_until timestamptz := clock_timestamp() + p_seconds * interval '1 s';
+BEGIN
+    WHILE NOT pg_try_advisory_xact_lock(hashtextextended('awa.queue:' || p_queue, 0)) LOOP
+        IF clock_timestamp() > v_until THEN
+            RETURN false;
+        END IF;
+        PERFORM pg_sleep(0.002 + 0.008 * random());
+    END LOOP;
+    RETURN true;
+END $$;
+
+CREATE FUNCTION awa.look_at_key(p_queue text, p_scope text, p_key text) RETURNS void
+    LANGUAGE plpgsql
+    AS $$
+BEGIN
+    INSERT INTO awa.grants (queue, scope, key, id, is_over) VALUES (p_queue, p_scope, left(p_key, 201), 0, true)
+        ON CONFLICT DO NOTHING;
+    PERFORM awa.ring(ARRAY[p_queue]);
 END $$;
 
 CREATE FUNCTION awa.look_at_parents_v1(p_ids bigint[], p_slots smallint[], p_queues text[], p_lanes smallint[], p_xids xid8[], p_entries bigint[], p_ats timestamp with time zone[], p_claims bigint[], p_idx smallint[]) RETURNS TABLE(id bigint, state text, slot smallint, queue text, lane smallint, xid xid8, entry_id bigint, available_at timestamp with time zone, claim_id bigint, idx smallint)
@@ -1672,7 +2529,8 @@ BEGIN
                          WHERE u.state IS NULL AND NOT u.known);
     RETURN QUERY
         WITH place AS MATERIALIZED (
-            SELECT false AS is_newest, u.id, u.slot, u.queue, u.lane, u.xid, u.entry_id, u.available_at, u.claim_id, u.idx
+            SELECT false AS is_newest, u.id, u.slot, u.queue, u.lane, u.xid, u.entry_id, u.available_at, u.claim_id,
+                   u.idx
               FROM unnest(p_ids, v_known, p_slots, p_queues, p_lanes, p_xids, p_entries, p_ats, p_claims, p_idx)
                    AS u(id, known, slot, queue, lane, xid, entry_id, available_at, claim_id, idx)
              WHERE u.known
@@ -1692,12 +2550,15 @@ BEGIN
         )
         SELECT p.id,
                CASE WHEN p.entry_id IS NULL THEN 'gone'
-                    WHEN e.outcome IN ('completed', 'failed', 'cancelled') THEN e.outcome
-                    -- The rest left the job to a successor, which is in this snapshot too, or has ended and is gone.
+                    WHEN e.outcome = 'completed' THEN e.outcome
+                    -- The rest left the job to a successor; a retry may have given one to what failed or was cancelled.
+                    -- It is in this snapshot too, or has ended and is gone.
                     WHEN e.outcome IS NOT NULL
                     THEN coalesce((SELECT 'waiting' FROM awa.waiting_jobs w WHERE w.id = p.id),
                                   (SELECT t.state FROM awa.ended_jobs t WHERE t.id = p.id),
-                                  CASE WHEN p.is_newest THEN 'gone' END)
+                                  CASE WHEN NOT p.is_newest THEN NULL
+                                       WHEN e.outcome IN ('failed', 'cancelled') THEN e.outcome
+                                       ELSE 'gone' END)
                     WHEN EXISTS (SELECT FROM awa.completions x
                                   WHERE x.slot = p.slot AND x.claim_id = c.claim_id AND c.idx = ANY (x.idx) OFFSET 0)
                     THEN 'completed'
@@ -1712,7 +2573,8 @@ BEGIN
                UNION ALL
                SELECT t.claim_id, t.idx
                  FROM awa.claim_of(p.slot, p.queue, p.lane, p.xid, p.entry_id, p.available_at) t
-                WHERE p.claim_id IS NULL AND (p.id IN (SELECT s.id FROM passed s WHERE s.is_looked_for)) IS TRUE) c ON true;
+                WHERE p.claim_id IS NULL
+                  AND (p.id IN (SELECT s.id FROM passed s WHERE s.is_looked_for)) IS TRUE) c ON true;
     RETURN QUERY
         SELECT u.id, u.state, NULL::smallint, NULL::text, NULL::smallint, NULL::xid8, NULL::bigint, NULL::timestamptz,
                NULL::bigint, NULL::smallint
@@ -1730,6 +2592,7 @@ CREATE FUNCTION awa.move_v1(p_id bigint, p_queue text, OUT happened text, OUT st
 DECLARE
     v_until timestamptz := clock_timestamp() + interval '1 s';
     v_waits_for text;
+    v_key text;
     p record;
 BEGIN
     IF current_setting('transaction_isolation') <> 'read committed' THEN
@@ -1756,9 +2619,12 @@ BEGIN
             ELSIF p.place = 'waiting' THEN
                 UPDATE awa.waiting_jobs w SET queue = p_queue, seq = nextval('awa.entry_id_seq')
                  WHERE w.id = (SELECT t.id FROM awa.waiting_jobs t WHERE t.id = p_id FOR UPDATE SKIP LOCKED)
-                RETURNING w.waits_for INTO v_waits_for;
+                RETURNING w.waits_for, w.wait_key INTO v_waits_for, v_key;
                 IF FOUND THEN
-                    IF v_waits_for <> 'time' THEN
+                    PERFORM awa.release_grants(ARRAY[p_id]);
+                    IF v_waits_for IN ('key', 'order') THEN
+                        PERFORM awa.look_at_key(p_queue, v_waits_for, v_key);
+                    ELSIF v_waits_for <> 'time' THEN
                         -- everybody hears it, as in a claim that sets aside: whoever knows its kind may hold no bell
                         PERFORM pg_notify(awa.channel(), chr(1) || p_queue);
                     END IF;
@@ -1770,12 +2636,12 @@ BEGIN
                                       args, metadata, tags, concurrency_key, ordering_key, unique_key, expires_at,
                                       follow_ups, history)
                 SELECT j.id, coalesce(j.created_at, j.available_at),
-                       -- one that may have killed its worker is claimed alone, which only express lanes see to
-                       2 * j.priority + (j.history->-1->>'outcome' IS DISTINCT FROM 'rescued')::integer, j.priority,
-                       j.attempt, j.max_attempts, j.timeout_ms, p_queue, j.kind, j.args, j.metadata, j.tags,
-                       j.concurrency_key, j.ordering_key, j.unique_key, j.expires_at, j.follow_ups, j.history
+                       2 * j.priority + (NOT awa.is_suspect(j.history))::integer, j.priority, j.attempt, j.max_attempts,
+                       j.timeout_ms, p_queue, j.kind, j.args, j.metadata, j.tags, j.concurrency_key, j.ordering_key,
+                       j.unique_key, j.expires_at, j.follow_ups, j.history
                   FROM awa.end_unclaimed(p.queue, p.slot, p.lane, p.xid, p.entry_id, 'moved', NULL) j;
                 IF FOUND THEN
+                    PERFORM awa.release_grants(ARRAY[p_id]);
                     PERFORM awa.ring(ARRAY[p_queue]);
                     happened := 'moved';
                     RETURN;
@@ -1859,6 +2725,40 @@ CREATE FUNCTION awa.open_attempts() RETURNS TABLE(slot smallint, runtime bigint,
      WHERE NOT EXISTS (SELECT FROM completed x
                         WHERE x.slot = c.slot AND x.claim_id = c.claim_id AND x.idx = m.idx)
        AND NOT EXISTS (SELECT FROM awa.attempt_ends e WHERE e.slot = c.slot AND e.entry_id = m.entry_id)
+$$;
+
+CREATE FUNCTION awa.open_of_queue(p_queue text) RETURNS TABLE(claim_id bigint, slot smallint, size smallint)
+    LANGUAGE plpgsql STABLE
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET jit TO 'off'
+    AS $$
+#variable_conflict use_column
+BEGIN
+    RETURN QUERY
+        SELECT c.claim_id, c.slot, o.n::smallint
+          FROM awa.runtime_instances i
+         CROSS JOIN LATERAL (
+               SELECT t.* FROM awa.claims t WHERE t.runtime = i.id AND t.claim_id > i.newest_claim
+               UNION ALL
+               SELECT t.* FROM unnest(i.open_claims) o CROSS JOIN LATERAL (
+                      SELECT * FROM awa.claims t
+                       WHERE t.runtime = i.id AND t.claim_id = o AND o <= i.newest_claim OFFSET 0) t) c
+         CROSS JOIN LATERAL (SELECT awa.open_size(c.slot, c.queue, c.claim_id) AS n OFFSET 0) o
+         WHERE i.ended_at IS NULL AND c.queue = p_queue AND o.n > 0
+         ORDER BY c.claim_id;
+END $$;
+
+CREATE FUNCTION awa.open_size(p_slot smallint, p_queue text, p_claim bigint) RETURNS integer
+    LANGUAGE sql STABLE
+    AS $$
+    SELECT coalesce((SELECT cardinality(c.entry_ids) FROM awa.claims c
+                      WHERE c.slot = p_slot AND c.queue = p_queue AND c.claim_id = p_claim LIMIT 1)
+                    - (SELECT coalesce(sum(cardinality(x.idx)), 0) FROM awa.completions x
+                        WHERE x.slot = p_slot AND x.claim_id = p_claim)
+                    - (SELECT count(*) FROM awa.attempt_ends e WHERE e.slot = p_slot AND e.claim_id = p_claim),
+                    0)::integer
 $$;
 
 CREATE FUNCTION awa.outcome_v1(p_ids bigint[]) RETURNS TABLE(id bigint, state text, result json, error json)
@@ -1973,6 +2873,20 @@ BEGIN
       FROM (SELECT * FROM clipped ORDER BY lo_xid, lo_entry) c;
 END $$;
 
+CREATE FUNCTION awa.pause_queue_v1(p_queue text, p_by text DEFAULT NULL::text, p_reason text DEFAULT NULL::text, OUT happened text, OUT is_quiet boolean) RETURNS record
+    LANGUAGE plpgsql
+    SET lock_timeout TO '2s'
+    AS $$
+BEGIN
+    PERFORM awa.check_queue(p_queue);
+    is_quiet := awa.lock_queue(p_queue, 1);
+    INSERT INTO awa.queue_meta AS m (queue, paused_at, paused_by, pause_reason)
+    VALUES (p_queue, clock_timestamp(), p_by, p_reason)
+        ON CONFLICT (queue) DO UPDATE
+       SET paused_at = coalesce(m.paused_at, excluded.paused_at), paused_by = p_by, pause_reason = p_reason
+    RETURNING CASE WHEN m.paused_at < now() THEN 'nothing' ELSE 'paused' END INTO happened;
+END $$;
+
 CREATE FUNCTION awa.positions(p_entries bigint[], p_some bigint[]) RETURNS smallint[]
     LANGUAGE sql IMMUTABLE
     AS $$
@@ -2071,7 +2985,7 @@ BEGIN
             RETURN 'changed';
         END IF;
         EXECUTE format(
-            'INSERT INTO awa.frontiers AS t (queue, claim_id, frontier)
+            'INSERT INTO awa.frontiers AS t (queue, claim_id, frontier, limits)
              WITH RECURSIVE queues AS (
                  (SELECT c.queue FROM awa.claims_%1$s c ORDER BY c.queue LIMIT 1)
                  UNION ALL
@@ -2079,11 +2993,13 @@ BEGIN
                   CROSS JOIN LATERAL (SELECT c.queue FROM awa.claims_%1$s c WHERE c.queue > q.queue
                                        ORDER BY c.queue LIMIT 1) n
              )
-             SELECT n.queue, n.claim_id, n.frontier
+             SELECT n.queue, n.claim_id, n.frontier, n.limits
                FROM queues q
-              CROSS JOIN LATERAL (SELECT c.queue, c.claim_id, c.frontier FROM awa.claims_%1$s c WHERE c.queue = q.queue
+              CROSS JOIN LATERAL (SELECT c.queue, c.claim_id, c.frontier, c.limits FROM awa.claims_%1$s c
+                                   WHERE c.queue = q.queue
                                    ORDER BY c.claim_id DESC LIMIT 1) n
-                 ON CONFLICT (queue) DO UPDATE SET claim_id = excluded.claim_id, frontier = excluded.frontier
+                 ON CONFLICT (queue) DO UPDATE SET claim_id = excluded.claim_id, frontier = excluded.frontier,
+                                                limits = excluded.limits
               WHERE t.claim_id < excluded.claim_id', p_slot);
         EXECUTE format('LOCK TABLE ONLY awa.jobs_%1$s, ONLY awa.claims_%1$s, ONLY awa.completions_%1$s,'
                        ' ONLY awa.attempt_ends_%1$s IN ACCESS EXCLUSIVE MODE', p_slot);
@@ -2113,37 +3029,87 @@ BEGIN
     RETURN 'pruned';
 END $_$;
 
+CREATE FUNCTION awa.purge_queue_v1(p_queue text, p_from jsonb DEFAULT NULL::jsonb, p_limit integer DEFAULT 500, OUT happened text, OUT waiting integer, OUT ended integer, OUT go_on jsonb) RETURNS record
+    LANGUAGE sql
+    SET jit TO 'off'
+    AS $$
+    SELECT s.happened, s.waiting, s.ended, s.go_on FROM awa.clear_step(p_queue, true, NULL, p_from, p_limit) s
+$$;
+
+CREATE FUNCTION awa.release_grants(p_ids bigint[]) RETURNS void
+    LANGUAGE plpgsql
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET enable_seqscan TO 'off'
+    SET jit TO 'off'
+    AS $$
+DECLARE
+    v_queues text[];
+BEGIN
+    WITH released AS (
+        UPDATE awa.grants g SET is_over = true WHERE g.id = ANY (p_ids) AND NOT g.is_over RETURNING g.queue
+    )
+    SELECT array_agg(DISTINCT r.queue) INTO v_queues FROM released r;
+    IF v_queues IS NOT NULL THEN
+        PERFORM awa.ring(v_queues);
+    END IF;
+END $$;
+
 CREATE FUNCTION awa.replace_waiting(p_id bigint, p_queue text, p_priority smallint, p_kind text, p_args json, p_max_attempts smallint, p_timeout_ms integer, p_tags text[], p_metadata json, p_run_at timestamp with time zone, p_follow_ups json, p_parents bigint[], p_on_parent_failure text, p_notify boolean) RETURNS boolean
+    LANGUAGE sql
+    AS $$
+    SELECT awa.replace_waiting_v2(p_id, p_queue, p_priority, p_kind, p_args, p_max_attempts, p_timeout_ms, p_tags,
+                                  p_metadata, p_run_at, p_follow_ups, p_parents, p_on_parent_failure, NULL, NULL, NULL,
+                                  p_notify)
+$$;
+
+CREATE FUNCTION awa.replace_waiting_v2(p_id bigint, p_queue text, p_priority smallint, p_kind text, p_args json, p_max_attempts smallint, p_timeout_ms integer, p_tags text[], p_metadata json, p_run_at timestamp with time zone, p_follow_ups json, p_parents bigint[], p_on_parent_failure text, p_concurrency_key text, p_ordering_key text, p_expires_at timestamp with time zone, p_notify boolean) RETURNS boolean
     LANGUAGE plpgsql
     AS $$
 DECLARE
-    r record;
+    w awa.waiting_jobs;
+    v_waits_for text;
+    v_leaves_order boolean;      -- it had an ordering key, and has it no more, or in another queue
 BEGIN
     IF p_parents IS NOT NULL AND awa.is_circle(p_id, p_parents) THEN
         RETURN false;
     END IF;
-    UPDATE awa.waiting_jobs w
-       SET (waits_for, run_at, wait_key, state) = (
-               SELECT g.waits_for,
-                      CASE WHEN g.waits_for = 'time' THEN coalesce(p_run_at, clock_timestamp())
-                           WHEN g.waits_for = 'parent' THEN p_run_at END,
-                      CASE WHEN g.waits_for = 'kind' THEN p_kind END,
-                      CASE WHEN w.state = 'available' AND g.waits_for <> 'kind' THEN 'scheduled' ELSE w.state END
-                 FROM (SELECT CASE WHEN p_parents IS NOT NULL OR w.waits_for = 'parent' THEN 'parent'
-                                   WHEN p_run_at IS NOT NULL OR w.waits_for <> 'kind' THEN 'time'
-                                   ELSE 'kind' END AS waits_for) g),
-           parents = coalesce(p_parents, w.parents),
-           on_parent_failure = CASE WHEN p_parents IS NULL THEN w.on_parent_failure ELSE p_on_parent_failure END,
-           queue = p_queue, priority = p_priority, kind = p_kind, args = p_args, max_attempts = p_max_attempts,
-           timeout_ms = p_timeout_ms, tags = p_tags, metadata = p_metadata, follow_ups = p_follow_ups
-     WHERE w.id = p_id AND w.state IN ('scheduled', 'retryable', 'available')
-    RETURNING w.waits_for INTO r;
+    SELECT * INTO w FROM awa.waiting_jobs t
+     WHERE t.id = p_id AND t.state IN ('scheduled', 'retryable', 'available') FOR UPDATE;
     IF NOT FOUND THEN
         RETURN false;
     END IF;
-    IF p_notify AND r.waits_for = 'kind' THEN
+    v_leaves_order := w.ordering_key IS NOT NULL
+                      AND (w.queue <> p_queue OR w.ordering_key IS DISTINCT FROM p_ordering_key);
+    v_waits_for := CASE
+        WHEN p_parents IS NOT NULL OR w.waits_for = 'parent' THEN 'parent'
+        WHEN p_run_at IS NOT NULL THEN 'time'
+        WHEN w.waits_for = 'kind' THEN 'kind'
+        WHEN w.waits_for IN ('key', 'order') AND w.queue = p_queue
+             AND w.ordering_key IS NOT DISTINCT FROM p_ordering_key
+             AND (w.waits_for = 'order' OR w.concurrency_key = p_concurrency_key) THEN w.waits_for
+        ELSE 'time' END;
+    UPDATE awa.waiting_jobs t
+       SET waits_for = v_waits_for,
+           run_at = CASE v_waits_for WHEN 'time' THEN coalesce(p_run_at, clock_timestamp())
+                                     WHEN 'parent' THEN p_run_at END,
+           wait_key = CASE WHEN v_waits_for = 'kind' THEN p_kind
+                           WHEN v_waits_for IN ('key', 'order') THEN t.wait_key END,
+           state = CASE WHEN t.state = 'available' AND v_waits_for IN ('time', 'parent') THEN 'scheduled'
+                        ELSE t.state END,
+           parents = coalesce(p_parents, t.parents),
+           on_parent_failure = CASE WHEN p_parents IS NULL THEN t.on_parent_failure ELSE p_on_parent_failure END,
+           queue = p_queue, priority = p_priority, kind = p_kind, args = p_args, max_attempts = p_max_attempts,
+           timeout_ms = p_timeout_ms, tags = p_tags, metadata = p_metadata, follow_ups = p_follow_ups,
+           concurrency_key = p_concurrency_key, ordering_key = p_ordering_key, expires_at = p_expires_at
+     WHERE t.id = p_id;
+    IF v_leaves_order AND p_notify THEN        -- a job that has begun before keeps others from running while it waits
+        PERFORM awa.release_grants(ARRAY[p_id]);
+    ELSIF v_leaves_order THEN
+        UPDATE awa.grants g SET is_over = true WHERE g.id = p_id AND NOT g.is_over;      -- as that does, but for the bell
+    END IF;
+    IF p_notify AND v_waits_for = 'kind' THEN
         PERFORM pg_notify(awa.channel(), chr(1) || p_queue);     -- as in awa.move_v1
-    ELSIF p_notify THEN
+    ELSIF p_notify AND v_waits_for IN ('time', 'parent') THEN
         PERFORM awa.ring(ARRAY['']);
     END IF;
     RETURN true;
@@ -2342,6 +3308,133 @@ CREATE FUNCTION awa.result_channel() RETURNS text
     SELECT 'awa_' || left(encode(sha256(convert_to('awa.result', 'UTF8')), 'hex'), 16)
 $$;
 
+CREATE FUNCTION awa.resume_queue_v1(p_queue text) RETURNS text
+    LANGUAGE plpgsql
+    SET lock_timeout TO '2s'
+    AS $$
+BEGIN
+    PERFORM awa.check_queue(p_queue);
+    UPDATE awa.queue_meta m SET paused_at = NULL, paused_by = NULL, pause_reason = NULL
+     WHERE m.queue = p_queue AND m.paused_at IS NOT NULL;
+    IF NOT FOUND THEN
+        RETURN 'nothing';
+    END IF;
+    PERFORM awa.call_for_help(p_queue);
+    RETURN 'resumed';
+END $$;
+
+CREATE FUNCTION awa.retry_v1(p_id bigint, OUT happened text, OUT state text, OUT existing_id bigint, OUT unique_key bytea) RETURNS record
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET jit TO 'off'
+    SET lock_timeout TO '10ms'
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    AS $$
+#variable_conflict use_column
+DECLARE
+    v_until timestamptz := clock_timestamp() + interval '1 s';
+    v_entry bigint;
+    v_slot smallint;
+    v_lane smallint;
+    p record;
+    j record;
+BEGIN
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        RAISE EXCEPTION 'awa.retry needs READ COMMITTED: an older snapshot would not see where a job has gone'
+              USING ERRCODE = 'AWA02';
+    END IF;
+    LOOP
+        BEGIN
+            LOCK TABLE awa.jobs IN ACCESS SHARE MODE;
+            -- in one snapshot; a row that retention has deleted leaves an end in the ring
+            SELECT l.place, l.state, w.waits_for, e.id IS NOT NULL AS is_kept INTO p
+              FROM awa.locate(p_id) l
+              LEFT JOIN awa.waiting_jobs w ON w.id = p_id
+              LEFT JOIN awa.ended_jobs e ON e.id = p_id;
+            state := p.state;
+            IF p.place IS NULL OR (p.state IN ('failed', 'cancelled') AND NOT p.is_kept) THEN
+                happened := 'not_found';
+                state := NULL;
+                RETURN;
+            ELSIF p.place = 'available' OR (p.place = 'waiting' AND p.state = 'available') THEN
+                happened := 'nothing';
+                RETURN;
+            ELSIF coalesce(p.state, '') NOT IN ('failed', 'cancelled') AND p.waits_for IS DISTINCT FROM 'time' THEN
+                happened := 'refused';
+                RETURN;
+            END IF;
+            IF p.is_kept THEN
+                SELECT e.queue, e.priority, e.unique_key, awa.is_suspect(e.history) AS is_suspect INTO j
+                  FROM awa.ended_jobs e WHERE e.id = p_id FOR UPDATE SKIP LOCKED;
+            ELSE
+                SELECT w.queue, w.priority, w.unique_key, awa.is_suspect(w.history) AS is_suspect INTO j
+                  FROM awa.waiting_jobs w WHERE w.id = p_id AND w.waits_for = 'time' FOR UPDATE SKIP LOCKED;
+            END IF;
+            IF FOUND THEN
+                v_entry := nextval('awa.entry_id_seq');
+                v_slot := pg_sequence_last_value('awa.ring_seq');
+                v_lane := 2 * j.priority + (NOT j.is_suspect)::integer;
+                IF p.is_kept AND octet_length(j.unique_key) BETWEEN 16 AND 17 THEN
+                    -- its own row, which was not removed yet, or is held in that state too
+                    UPDATE awa.job_uniques u
+                       SET states = awa.states_of(j.unique_key), slot = v_slot, lane = v_lane,
+                           xid = pg_current_xact_id(), entry_id = v_entry, queue = j.queue
+                     WHERE u.key = substr(j.unique_key, 1, 16) AND u.id = p_id;
+                    IF NOT FOUND THEN
+                        SELECT t.holders[1] INTO existing_id
+                          FROM awa.take_all_keys(ARRAY[ROW(substr(j.unique_key, 1, 16), p_id,
+                                                           awa.states_of(j.unique_key), v_slot, v_lane,
+                                                           pg_current_xact_id(), v_entry, j.queue)::awa.job_uniques],
+                                                 ARRAY[false]) t;
+                        IF existing_id <> p_id THEN
+                            happened := 'conflict';
+                            unique_key := substr(j.unique_key, 1, 16);
+                            RETURN;
+                        END IF;
+                        existing_id := NULL;
+                    END IF;
+                END IF;
+                WITH ended AS (
+                    DELETE FROM awa.ended_jobs e WHERE p.is_kept AND e.id = p_id RETURNING e.*
+                ), waiting AS (
+                    DELETE FROM awa.waiting_jobs w WHERE NOT p.is_kept AND w.id = p_id RETURNING w.*
+                ), taken AS (
+                    SELECT e.id, e.created_at, e.priority, e.max_attempts, e.timeout_ms, e.queue, e.kind, e.args,
+                           e.metadata, e.tags, e.concurrency_key, e.ordering_key, e.unique_key,
+                           NULL::timestamptz AS expires_at, e.follow_ups, e.history
+                      FROM ended e
+                    UNION ALL
+                    SELECT w.id, w.created_at, w.priority, w.max_attempts, w.timeout_ms, w.queue, w.kind, w.args,
+                           w.metadata, w.tags, w.concurrency_key, w.ordering_key, w.unique_key, w.expires_at,
+                           w.follow_ups, w.history
+                      FROM waiting w
+                )
+                INSERT INTO awa.jobs (entry_id, id, slot, created_at, lane, priority, max_attempts, timeout_ms, queue,
+                                      kind, args, metadata, tags, concurrency_key, ordering_key, unique_key,
+                                      expires_at, follow_ups, history)
+                SELECT v_entry, t.id, v_slot, t.created_at, v_lane, t.priority, t.max_attempts, t.timeout_ms, t.queue,
+                       t.kind, t.args, t.metadata, t.tags, t.concurrency_key, t.ordering_key, t.unique_key,
+                       t.expires_at, t.follow_ups, t.history
+                  FROM taken t;
+                PERFORM awa.ring(ARRAY[j.queue]);
+                happened := 'retried';
+                state := 'available';
+                RETURN;
+            END IF;
+            RAISE EXCEPTION 'job % is held, or has moved on', p_id USING ERRCODE = '55P03';
+        EXCEPTION WHEN lock_not_available THEN
+            existing_id := NULL;        -- the locks are given back
+        END;
+        IF clock_timestamp() > v_until THEN
+            happened := 'busy';
+            RETURN;
+        END IF;
+        PERFORM pg_sleep(0.01 + 0.03 * random());
+    END LOOP;
+END $$;
+
 CREATE FUNCTION awa.ring(p_queues text[]) RETURNS void
     LANGUAGE plpgsql
     AS $$
@@ -2387,6 +3480,164 @@ BEGIN
         END IF;
     END LOOP;
     RETURN NULL;
+END $$;
+
+CREATE FUNCTION awa.set_aside(p_queue text, p_slots smallint[], p_lanes smallint[], p_xids xid8[], p_entries bigint[], p_whys text[]) RETURNS void
+    LANGUAGE plpgsql
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET jit TO 'off'
+    AS $$
+DECLARE
+    v_claim bigint := nextval('awa.claim_id_seq');
+    v_now timestamptz := clock_timestamp();
+    r record;
+BEGIN
+    WITH lost AS (            -- of a key that more had in hand than may by now: they come first again
+        DELETE FROM awa.grants g
+         USING unnest(p_slots, p_lanes, p_xids, p_entries, p_whys) AS a(slot, lane, xid, entry_id, why)
+         CROSS JOIN LATERAL (SELECT j.id FROM awa.jobs j
+                              WHERE j.slot = a.slot AND j.queue = p_queue AND j.lane = a.lane AND j.xid = a.xid
+                                AND j.entry_id = a.entry_id LIMIT 1) j
+         WHERE a.why = 'key' AND g.id = j.id AND g.queue = p_queue AND g.scope = 'key' AND g.claim_id = 0
+        RETURNING g.id
+    ), entry AS MATERIALIZED (
+        SELECT a.n, a.why, left(CASE a.why WHEN 'kind' THEN j.kind WHEN 'key' THEN j.concurrency_key
+                                           WHEN 'order' THEN j.ordering_key END, 201) AS wait_key,
+               j.*
+          FROM unnest(p_slots, p_lanes, p_xids, p_entries, p_whys) WITH ORDINALITY AS a(slot, lane, xid, entry_id, why, n)
+         CROSS JOIN LATERAL (SELECT * FROM awa.jobs j
+                              WHERE j.slot = a.slot AND j.queue = p_queue AND j.lane = a.lane AND j.xid = a.xid
+                                AND j.entry_id = a.entry_id LIMIT 1) j
+         WHERE a.why <> 'expired'
+    ), ended AS (
+        INSERT INTO awa.attempt_ends (entry_id, claim_id, id, slot, outcome)
+        SELECT e.entry_id, v_claim, e.id, e.slot, 'set_aside' FROM entry e
+    ), granted AS (
+        INSERT INTO awa.grants AS t (queue, scope, key, id)
+        SELECT p_queue, 'order', left(e.ordering_key, 201), e.id FROM entry e
+         WHERE e.why IN ('key', 'kind') AND e.ordering_key IS NOT NULL
+            ON CONFLICT (queue, scope, key, id) DO UPDATE SET is_over = false
+    )
+    INSERT INTO awa.waiting_jobs (id, seq, created_at, priority, attempt, max_attempts, timeout_ms, state, waits_for,
+                                  wait_key, queue, kind, args, metadata, tags, concurrency_key, ordering_key, unique_key,
+                                  expires_at, follow_ups, history)
+    SELECT e.id, CASE WHEN e.id IN (SELECT l.id FROM lost l) THEN e.id ELSE nextval('awa.entry_id_seq') END,
+           coalesce(e.created_at, e.available_at), e.priority, e.attempt, e.max_attempts, e.timeout_ms,
+           'available', e.why, e.wait_key, e.queue, e.kind, e.args, e.metadata, e.tags, e.concurrency_key,
+           e.ordering_key, e.unique_key, e.expires_at, e.follow_ups, e.history
+      FROM (SELECT * FROM entry ORDER BY n) e;
+    IF 'kind' = ANY (p_whys) THEN
+        -- a call for help, which everybody hears, not a bell: whoever knows these kinds may hold none
+        PERFORM pg_notify(awa.channel(), chr(1) || p_queue);
+    END IF;
+    IF 'expired' = ANY (p_whys) THEN
+        WITH entry AS MATERIALIZED (
+            SELECT a.n, j.*, f.jobs, f.flaw
+              FROM unnest(p_slots, p_lanes, p_xids, p_entries, p_whys) WITH ORDINALITY AS a(slot, lane, xid, entry_id, why, n)
+             CROSS JOIN LATERAL (SELECT * FROM awa.jobs j
+                                  WHERE j.slot = a.slot AND j.queue = p_queue AND j.lane = a.lane AND j.xid = a.xid
+                                    AND j.entry_id = a.entry_id LIMIT 1) j
+              LEFT JOIN LATERAL awa.follow_ups_after(j.follow_ups, 'cancelled') f ON true
+             WHERE a.why = 'expired'
+        ), ended AS (
+            INSERT INTO awa.attempt_ends (entry_id, id, slot, outcome, ended_at, error)
+            SELECT e.entry_id, e.id, e.slot, 'cancelled', v_now, awa.expiry_error(e.expires_at, e.flaw) FROM entry e
+        ), final AS (
+            INSERT INTO awa.ended_jobs (id, created_at, ended_at, state, priority, attempt, max_attempts, timeout_ms,
+                                        queue, kind, args, metadata, tags, concurrency_key, ordering_key, unique_key,
+                                        follow_ups, history)
+            SELECT e.id, coalesce(e.created_at, e.available_at), v_now, 'cancelled', e.priority, e.attempt,
+                   e.max_attempts, e.timeout_ms, e.queue, e.kind, e.args, e.metadata, e.tags, e.concurrency_key,
+                   e.ordering_key, e.unique_key, e.follow_ups,
+                   awa.add_history(e.history, e.attempt, 'cancelled', v_now, NULL, NULL,
+                                   awa.expiry_error(e.expires_at, e.flaw))
+              FROM entry e
+        )
+        SELECT array_agg(e.id ORDER BY e.n) AS ids, array_agg('cancelled'::text) AS outcomes,
+               array_agg(e.jobs ORDER BY e.n) AS jobs, array_agg(e.unique_key ORDER BY e.n) AS keys
+          INTO r FROM entry e;
+        PERFORM awa.conclude(r.ids, r.outcomes, r.jobs, r.keys);
+    END IF;
+END $$;
+
+CREATE FUNCTION awa.set_priority_v1(p_id bigint, p_priority integer, OUT happened text, OUT state text) RETURNS record
+    LANGUAGE plpgsql
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET jit TO 'off'
+    SET lock_timeout TO '10ms'
+    AS $$
+DECLARE
+    v_until timestamptz := clock_timestamp() + interval '1 s';
+    v_priority smallint;
+    p record;
+BEGIN
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        RAISE EXCEPTION 'awa.set_priority needs READ COMMITTED: an older snapshot would miss a claim'
+              USING ERRCODE = 'AWA02';
+    END IF;
+    IF p_priority IS NULL OR p_priority NOT BETWEEN 1 AND 4 THEN
+        RAISE EXCEPTION 'p_priority is 1, which runs first, to 4, not %', coalesce(p_priority::text, 'NULL')
+              USING ERRCODE = '22023';
+    END IF;
+    LOOP
+        BEGIN
+            LOCK TABLE awa.jobs IN ACCESS SHARE MODE;
+            SELECT * INTO p FROM awa.locate(p_id);
+            state := p.state;
+            IF p.place IS NULL THEN
+                happened := 'not_found';
+                RETURN;
+            ELSIF p.place NOT IN ('waiting', 'available') THEN
+                happened := 'refused';
+                RETURN;
+            ELSIF p.place = 'waiting' THEN
+                SELECT w.priority INTO v_priority FROM awa.waiting_jobs w WHERE w.id = p_id FOR UPDATE SKIP LOCKED;
+                IF FOUND THEN
+                    UPDATE awa.waiting_jobs w SET priority = p_priority WHERE w.id = p_id AND w.priority <> p_priority;
+                    happened := CASE WHEN FOUND THEN 'reprioritised' ELSE 'nothing' END;
+                    RETURN;
+                END IF;
+            ELSIF pg_try_advisory_xact_lock(hashtextextended('awa.queue:' || p.queue, 0)) THEN
+                SELECT e.priority INTO v_priority FROM awa.jobs e
+                 WHERE e.slot = p.slot AND e.queue = p.queue AND e.lane = p.lane AND e.xid = p.xid
+                   AND e.entry_id = p.entry_id;
+                IF v_priority = p_priority AND p.lane / 2 = p_priority THEN
+                    happened := 'nothing';
+                    RETURN;
+                END IF;
+                INSERT INTO awa.jobs (id, created_at, lane, priority, attempt, max_attempts, timeout_ms, queue, kind,
+                                      args, metadata, tags, concurrency_key, ordering_key, unique_key, expires_at,
+                                      follow_ups, history)
+                SELECT j.id, coalesce(j.created_at, j.available_at),
+                       2 * p_priority
+                       + (NOT awa.is_suspect(j.history)
+                          -- whose turn has come: others wait for it
+                          AND NOT EXISTS (SELECT FROM awa.grants g
+                                           WHERE g.id = p_id AND g.queue = j.queue AND g.claim_id = 0
+                                             AND NOT g.is_over))::integer,
+                       p_priority, j.attempt, j.max_attempts, j.timeout_ms, j.queue, j.kind, j.args, j.metadata, j.tags,
+                       j.concurrency_key, j.ordering_key, j.unique_key, j.expires_at, j.follow_ups, j.history
+                  FROM awa.end_unclaimed(p.queue, p.slot, p.lane, p.xid, p.entry_id, 'moved', NULL) j;
+                IF FOUND THEN
+                    PERFORM awa.ring(ARRAY[p.queue]);
+                    happened := 'reprioritised';
+                    RETURN;
+                END IF;
+            END IF;
+            RAISE EXCEPTION 'job % is held, or has moved on', p_id USING ERRCODE = '55P03';
+        EXCEPTION WHEN lock_not_available THEN
+            NULL;               -- the locks are given back
+        END;
+        IF clock_timestamp() > v_until THEN
+            happened := 'busy';
+            RETURN;
+        END IF;
+        PERFORM pg_sleep(0.01 + 0.03 * random());
+    END LOOP;
 END $$;
 
 CREATE FUNCTION awa.settle_v1(p_runtime bigint, p_flush bigint, p_claims bigint[], p_slots smallint[], p_nonces integer[], p_lo integer[], p_hi integer[], p_idx smallint[], p_elapsed integer[], o_claims bigint[], o_slots smallint[], o_nonces integer[], o_idx smallint[], o_outcomes text[], o_delays double precision[], o_elapsed integer[], o_errors text[]) RETURNS TABLE(claim_id bigint, idx smallint)
@@ -2559,6 +3810,48 @@ CREATE FUNCTION awa.states_of(p_unique_key bytea) RETURNS smallint
     SELECT CASE WHEN octet_length(p_unique_key) > 16 THEN get_byte(p_unique_key, 16) ELSE 63 END::smallint
 $$;
 
+CREATE FUNCTION awa.still_open(p_queue text, p_state awa.limit_state, p_max_running integer, p_wanted integer) RETURNS awa.limit_state
+    LANGUAGE plpgsql
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET jit TO 'off'
+    AS $$
+DECLARE
+    c_step CONSTANT integer := 50;
+    v_open integer;
+    v_looked integer := 0;
+    r record;
+BEGIN
+    IF p_state.open_claims IS NULL THEN
+        SELECT coalesce(array_agg(o.claim_id), '{}') AS claims, coalesce(array_agg(o.slot), '{}') AS slots,
+               coalesce(array_agg(o.size), '{}') AS sizes
+          INTO r FROM awa.open_of_queue(p_queue) o;
+        p_state.open_claims := r.claims;
+        p_state.open_slots := r.slots;
+        p_state.open_sizes := r.sizes;
+        RETURN p_state;
+    END IF;
+    v_open := (SELECT coalesce(sum(s), 0) FROM unnest(p_state.open_sizes) s);
+    WHILE p_max_running - v_open < p_wanted AND v_looked < cardinality(p_state.open_claims) LOOP
+        SELECT coalesce(array_agg(o.claim_id) FILTER (WHERE o.size > 0), '{}') AS claims,
+               coalesce(array_agg(o.slot) FILTER (WHERE o.size > 0), '{}') AS slots,
+               coalesce(array_agg(o.size) FILTER (WHERE o.size > 0), '{}') AS sizes,
+               count(*)::integer AS n, (sum(o.was) - sum(o.size))::integer AS ended
+          INTO r
+          FROM (SELECT u.claim_id, u.slot, u.size AS was, s.size
+                  FROM unnest(p_state.open_claims[:c_step], p_state.open_slots[:c_step], p_state.open_sizes[:c_step])
+                       AS u(claim_id, slot, size)
+                 CROSS JOIN LATERAL (SELECT awa.open_size(u.slot, p_queue, u.claim_id)::smallint AS size OFFSET 0) s) o;
+        p_state.open_claims := p_state.open_claims[c_step + 1:] || r.claims;
+        p_state.open_slots := p_state.open_slots[c_step + 1:] || r.slots;
+        p_state.open_sizes := p_state.open_sizes[c_step + 1:] || r.sizes;
+        v_open := v_open - r.ended;
+        v_looked := v_looked + cardinality(r.claims);
+    END LOOP;
+    RETURN p_state;
+END $$;
+
 CREATE FUNCTION awa.summarize_v1(p_slot smallint, p_from bigint, p_ranges integer) RETURNS bigint
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
@@ -2594,7 +3887,10 @@ DECLARE
     v_keys bytea[];
     v_ids bigint[];
     v_gone bytea[] := '{}';
+    v_gone_ids bigint[] := '{}';
+    v_gone_entries bigint[] := '{}';    -- that the row named, or NULL
     v_last bytea;
+    r record;
 BEGIN
     IF current_setting('transaction_isolation') <> 'read committed' THEN
         RAISE EXCEPTION 'awa.sweep_keys needs READ COMMITTED: an older snapshot would not see where a job has gone'
@@ -2625,15 +3921,22 @@ BEGIN
             reached := v_last;
             EXIT;
         END IF;
-        IF (SELECT awa.is_held(u) FROM awa.job_uniques u WHERE u.key = v_keys[v_n] AND u.id = v_ids[v_n]) IS FALSE THEN
+        SELECT u.entry_id, awa.is_held(u) AS is_held INTO r
+          FROM awa.job_uniques u WHERE u.key = v_keys[v_n] AND u.id = v_ids[v_n];
+        IF r.is_held IS FALSE THEN
             v_gone := v_gone || v_keys[v_n];
+            v_gone_ids := v_gone_ids || v_ids[v_n];
+            v_gone_entries := v_gone_entries || r.entry_id;
         END IF;
         v_last := v_keys[v_n];
     END LOOP;
     IF cardinality(v_gone) > 0 THEN
         DELETE FROM awa.job_uniques u
          WHERE u.key = ANY (ARRAY(SELECT t.key FROM awa.job_uniques t
-                                   WHERE t.key = ANY (v_gone) AND t.id = ANY (v_ids)    -- nobody has taken it over
+                                   WHERE t.key = ANY (v_gone)
+                                     -- nobody has taken it over, and no retry has written its entry into it
+                                     AND t.id = v_gone_ids[array_position(v_gone, t.key)]
+                                     AND t.entry_id IS NOT DISTINCT FROM v_gone_entries[array_position(v_gone, t.key)]
                                    ORDER BY t.key FOR UPDATE SKIP LOCKED));
         GET DIAGNOSTICS removed = ROW_COUNT;
     END IF;
@@ -2676,14 +3979,15 @@ CREATE FUNCTION awa.take_keys(p_rows awa.job_uniques[]) RETURNS bigint[]
 DECLARE
     v_count integer := cardinality(p_rows);
     v_holders bigint[] := array_fill(NULL::bigint, ARRAY[v_count]);
-    v_left bigint[] := v_holders;         -- those whose former holder has left it: the former holder
+    v_left bigint[] := v_holders;         -- those whose former holder has left it: the former holder, ...
+    v_seen bigint[] := v_holders;         -- ... and its entry that the row names
     v_n integer := 1;
     v_end integer;
     r record;
 BEGIN
-    FOR r IN SELECT k.n::integer AS n, u.id, u.is_held
+    FOR r IN SELECT k.n::integer AS n, u.id, u.entry_id, u.is_held
                FROM unnest(p_rows) WITH ORDINALITY AS k(key, id, states, slot, lane, xid, entry_id, queue, n)
-              CROSS JOIN LATERAL (SELECT u.id, awa.is_held(u) AS is_held FROM awa.job_uniques u
+              CROSS JOIN LATERAL (SELECT u.id, u.entry_id, awa.is_held(u) AS is_held FROM awa.job_uniques u
                                    WHERE u.key = k.key LIMIT 1) u
     LOOP
         IF r.is_held THEN
@@ -2692,6 +3996,7 @@ BEGIN
             RETURN NULL;
         ELSE
             v_left[r.n] := r.id;
+            v_seen[r.n] := r.entry_id;
         END IF;
     END LOOP;
     WHILE v_n <= v_count LOOP
@@ -2700,7 +4005,7 @@ BEGIN
                SET id = (p_rows[v_n]).id, states = (p_rows[v_n]).states, slot = (p_rows[v_n]).slot,
                    lane = (p_rows[v_n]).lane, xid = (p_rows[v_n]).xid, entry_id = (p_rows[v_n]).entry_id,
                    queue = (p_rows[v_n]).queue
-             WHERE u.key = (p_rows[v_n]).key AND u.id = v_left[v_n];
+             WHERE u.key = (p_rows[v_n]).key AND u.id = v_left[v_n] AND u.entry_id IS NOT DISTINCT FROM v_seen[v_n];
             IF NOT FOUND THEN
                 RETURN NULL;
             END IF;
@@ -2872,6 +4177,30 @@ EXCEPTION WHEN OTHERS THEN
     RETURN p_error;
 END $$;
 
+CREATE FUNCTION awa.write_limits(p_queue text, p_declared json, p_overrides json) RETURNS void
+    LANGUAGE plpgsql
+    AS $$
+DECLARE
+    v_old awa.queue_meta;
+    r record;
+BEGIN
+    r := awa.limits_of(p_declared, p_overrides);
+    SELECT * INTO v_old FROM awa.queue_meta m WHERE m.queue = p_queue FOR UPDATE;
+    UPDATE awa.queue_meta m
+       SET declared = p_declared, overrides = p_overrides, max_running = r.max_running, rate = r.rate, burst = r.burst,
+           max_running_per_key = r.max_running_per_key
+     WHERE m.queue = p_queue;
+    IF v_old.max_running_per_key IS DISTINCT FROM r.max_running_per_key THEN
+        PERFORM awa.limits_changed(p_queue);
+    END IF;
+    IF coalesce(r.max_running, 'infinity'::float8) > coalesce(v_old.max_running, 'infinity'::float8)
+       OR coalesce(r.max_running_per_key, 'infinity'::float8) > coalesce(v_old.max_running_per_key, 'infinity'::float8)
+       OR coalesce(r.rate, 'infinity') > coalesce(v_old.rate, 'infinity')
+       OR coalesce(r.burst, 'infinity') > coalesce(v_old.burst, 'infinity') THEN
+        PERFORM awa.call_for_help(p_queue);     -- more may run now
+    END IF;
+END $$;
+
 CREATE FUNCTION awa.xid_before(p_xid xid8) RETURNS xid8
     LANGUAGE sql IMMUTABLE
     AS $$
@@ -2936,7 +4265,8 @@ CREATE TABLE awa.claims (
     frontier awa.lane_frontier[] NOT NULL,
     entry_ids bigint[] NOT NULL,
     xids xid8[] NOT NULL,
-    singles smallint[]
+    singles smallint[],
+    limits awa.limit_state
 )
 PARTITION BY LIST (slot);
 
@@ -2951,7 +4281,8 @@ CREATE TABLE awa.claims_0 (
     frontier awa.lane_frontier[] NOT NULL,
     entry_ids bigint[] NOT NULL,
     xids xid8[] NOT NULL,
-    singles smallint[]
+    singles smallint[],
+    limits awa.limit_state
 )
 WITH (autovacuum_enabled=off, toast.autovacuum_enabled=off);
 
@@ -3000,7 +4331,8 @@ CREATE TABLE awa.ended_jobs (
 CREATE TABLE awa.frontiers (
     queue text NOT NULL COLLATE pg_catalog."C",
     claim_id bigint NOT NULL,
-    frontier awa.lane_frontier[] NOT NULL
+    frontier awa.lane_frontier[] NOT NULL,
+    limits awa.limit_state
 );
 
 CREATE TABLE awa.gone_runtimes (
@@ -3049,6 +4381,28 @@ CREATE TABLE awa.origin (
     database_oid oid NOT NULL,
     recorded_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
     CONSTRAINT origin_is_only_check CHECK (is_only)
+);
+
+CREATE TABLE awa.queue_meta (
+    queue text NOT NULL COLLATE pg_catalog."C",
+    max_running integer,
+    rate double precision,
+    burst double precision,
+    max_running_per_key integer,
+    declared json,
+    declared_at timestamp with time zone,
+    overrides json,
+    overrides_by text,
+    overrides_at timestamp with time zone,
+    paused_at timestamp with time zone,
+    paused_by text,
+    pause_reason text,
+    CONSTRAINT queue_meta_burst_check CHECK ((burst >= (1)::double precision)),
+    CONSTRAINT queue_meta_check CHECK (((rate IS NULL) = (burst IS NULL))),
+    CONSTRAINT queue_meta_max_running_check CHECK ((max_running >= 1)),
+    CONSTRAINT queue_meta_max_running_per_key_check CHECK ((max_running_per_key >= 1)),
+    CONSTRAINT queue_meta_queue_check CHECK ((octet_length(queue) <= 800)),
+    CONSTRAINT queue_meta_rate_check CHECK ((rate > (0)::double precision))
 );
 
 CREATE TABLE awa.ring (
@@ -3153,6 +4507,9 @@ ALTER TABLE ONLY awa.frontiers
 ALTER TABLE ONLY awa.gone_runtimes
     ADD CONSTRAINT gone_runtimes_pkey PRIMARY KEY (runtime);
 
+ALTER TABLE ONLY awa.grants
+    ADD CONSTRAINT grants_pkey PRIMARY KEY (queue, scope, key, id);
+
 ALTER TABLE ONLY awa.job_uniques
     ADD CONSTRAINT job_uniques_pkey PRIMARY KEY (key);
 
@@ -3167,6 +4524,9 @@ ALTER TABLE ONLY awa.leases
 
 ALTER TABLE ONLY awa.origin
     ADD CONSTRAINT origin_pkey PRIMARY KEY (is_only);
+
+ALTER TABLE ONLY awa.queue_meta
+    ADD CONSTRAINT queue_meta_pkey PRIMARY KEY (queue);
 
 ALTER TABLE ONLY awa.ring
     ADD CONSTRAINT ring_pkey PRIMARY KEY (slot);
@@ -3223,6 +4583,10 @@ CREATE INDEX ended_jobs_ended ON awa.ended_jobs USING btree (ended_at) WHERE (de
 
 CREATE INDEX ended_jobs_state ON awa.ended_jobs USING btree (queue, state, ended_at, id);
 
+CREATE INDEX grants_claim ON awa.grants USING btree (queue, claim_id);
+
+CREATE INDEX grants_job ON awa.grants USING btree (id);
+
 CREATE INDEX jobs_id ON ONLY awa.jobs USING brin (id) WITH (pages_per_range='32');
 
 CREATE INDEX jobs_0_id_idx ON awa.jobs_0 USING brin (id) WITH (pages_per_range='32');
@@ -3234,6 +4598,10 @@ CREATE INDEX jobs_0_queue_lane_xid_entry_id_idx ON awa.jobs_0 USING btree (queue
 CREATE INDEX runtime_instances_living ON awa.runtime_instances USING btree (id) WHERE (ended_at IS NULL);
 
 CREATE INDEX waiting_jobs_due ON awa.waiting_jobs USING btree (run_at) WHERE (waits_for = 'time'::text);
+
+CREATE INDEX waiting_jobs_expires ON awa.waiting_jobs USING btree (expires_at) WHERE (expires_at IS NOT NULL);
+
+CREATE INDEX waiting_jobs_key ON awa.waiting_jobs USING btree (queue, waits_for, wait_key, seq) WHERE (waits_for = ANY (ARRAY['key'::text, 'order'::text]));
 
 CREATE INDEX waiting_jobs_kind ON awa.waiting_jobs USING btree (queue, wait_key, priority, seq) WHERE (waits_for = 'kind'::text);
 
@@ -3267,7 +4635,11 @@ REVOKE ALL ON FUNCTION awa.cancel_v1(p_id bigint, p_reason text, p_force boolean
 
 REVOKE ALL ON FUNCTION awa.enqueue_many_v1(p_queues text[], p_priorities smallint[], p_kinds text[], p_args text[], p_max_attempts smallint[], p_timeouts integer[], p_tags text[], p_metadata text[], p_run_ats text[], p_delays double precision[], p_keys bytea[], p_on_conflict text[], p_follow_ups text[], p_parents text[], p_on_parent_failure text[], p_notify boolean) FROM PUBLIC;
 
+REVOKE ALL ON FUNCTION awa.enqueue_many_v2(p_queues text[], p_priorities smallint[], p_kinds text[], p_args text[], p_max_attempts smallint[], p_timeouts integer[], p_tags text[], p_metadata text[], p_run_ats text[], p_delays double precision[], p_keys bytea[], p_on_conflict text[], p_follow_ups text[], p_parents text[], p_on_parent_failure text[], p_concurrency_keys text[], p_ordering_keys text[], p_expires_ats text[], p_notify boolean) FROM PUBLIC;
+
 REVOKE ALL ON FUNCTION awa.enqueue_v1(p_kind text, p_args json, p_queue text, p_priority integer, p_max_attempts integer, p_timeout_ms integer, p_run_at timestamp with time zone, p_delay interval, p_tags text[], p_metadata json, p_unique_key bytea, p_unique_states text[], p_on_conflict text, p_follow_ups json, p_after bigint[], p_on_parent_failure text, p_notify boolean, OUT id bigint, OUT is_new boolean) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION awa.enqueue_v2(p_kind text, p_args json, p_queue text, p_priority integer, p_max_attempts integer, p_timeout_ms integer, p_run_at timestamp with time zone, p_delay interval, p_tags text[], p_metadata json, p_unique_key bytea, p_unique_states text[], p_on_conflict text, p_follow_ups json, p_after bigint[], p_on_parent_failure text, p_concurrency_key text, p_ordering_key text, p_expires_at timestamp with time zone, p_notify boolean, OUT id bigint, OUT is_new boolean) FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION awa.find_job_v2(p_id bigint) FROM PUBLIC;
 
@@ -3278,6 +4650,8 @@ REVOKE ALL ON FUNCTION awa.outcome_v1(p_ids bigint[]) FROM PUBLIC;
 REVOKE ALL ON FUNCTION awa.prune_v1(p_slot smallint, p_entries bigint, p_file oid) FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION awa.prune_v2(p_slot smallint, p_entries bigint, p_file oid, p_examined bigint[]) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION awa.retry_v1(p_id bigint, OUT happened text, OUT state text, OUT existing_id bigint, OUT unique_key bytea) FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION awa.rotate_v1() FROM PUBLIC;
 

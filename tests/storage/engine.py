@@ -344,6 +344,26 @@ def move(conn: Conn, job_id: int, queue: str) -> tuple[str, str | None]:
     return row[0], row[1]
 
 
+def retry(conn: Conn, job_id: int) -> tuple[str, str | None]:
+    """What happened, and the state of the job."""
+    row = conn.execute("SELECT happened, state FROM awa.retry_v1(%s)", (job_id,)).fetchone()
+    assert row is not None
+    return row[0], row[1]
+
+
+def set_priority(conn: Conn, job_id: int, priority: int | None) -> tuple[str, str | None]:
+    """What happened, and the state of the job."""
+    row = conn.execute("SELECT * FROM awa.set_priority_v1(%s, %s)", (job_id, priority)).fetchone()
+    assert row is not None
+    return row[0], row[1]
+
+
+def limit_keys(conn: Conn, most: int, *, queue: str = "q") -> None:
+    """From now on at most so many attempts of a concurrency key run at once."""
+    conn.execute("INSERT INTO awa.queue_meta (queue, max_running_per_key) VALUES (%s, %s)", (queue, most))
+    conn.execute("SELECT awa.limits_changed(%s)", (queue,))
+
+
 def places(conn: Conn, job_id: int) -> dict[str, int]:
     """In how many places a job is alive or ended: it must be one, whatever happened to it."""
     row = conn.execute(
@@ -361,7 +381,7 @@ def places(conn: Conn, job_id: int) -> dict[str, int]:
 
 
 class Pause:
-    """Cancels and moves stop between their look at a job and what they do about it.
+    """Cancels, retries and moves stop between their look at a job and what they do about it.
 
     Args:
         inside: Whether they stop in the middle of the look.

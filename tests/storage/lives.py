@@ -15,6 +15,7 @@ from tests.storage.engine import (
     claim,
     complete,
     insert,
+    limit_keys,
     scalar,
     settle,
 )
@@ -55,6 +56,35 @@ def make_set_aside(conn: Conn, runtime: int) -> Prepared:
     [job] = insert(conn, 1, kind="new")
     assert claim(conn, runtime, kinds=["noop"]).members == []
     return job, "available"
+
+
+def make_waiting_for_order(conn: Conn, runtime: int) -> Prepared:
+    _, job = insert(conn, 1, 2, order="o")
+    claim(conn, runtime)
+    return job, "available"
+
+
+def make_waiting_for_key(conn: Conn, runtime: int) -> Prepared:
+    limit_keys(conn, 1)
+    _, job = insert(conn, 1, 2, key="k")
+    claim(conn, runtime)
+    return job, "available"
+
+
+def make_handed_over(conn: Conn, runtime: int) -> Prepared:
+    """Its turn has come, and nobody has taken it."""
+    _, job = insert(conn, 1, 2, order="o")
+    settle(conn, runtime, claim(conn, runtime).members)
+    assert claim(conn, runtime).members == []
+    assert scalar(conn, "SELECT claim_id FROM awa.grants WHERE id = %s", job) == 0
+    return job, "available"
+
+
+def make_retryable_with_its_key(conn: Conn, runtime: int) -> Prepared:
+    """Nobody else of its order runs until it has ended."""
+    job, _ = insert(conn, 1, 2, order="o")
+    settle(conn, runtime, others=[Outcome(claim(conn, runtime).members[0], "retried", 60.0)])
+    return job, "retryable"
 
 
 def make_available(conn: Conn, runtime: int) -> Prepared:
@@ -111,7 +141,11 @@ def make_cancelled(conn: Conn, runtime: int) -> Prepared:
 UNSTARTED = (
     make_scheduled,
     make_retryable,
+    make_retryable_with_its_key,
     make_set_aside,
+    make_waiting_for_order,
+    make_waiting_for_key,
+    make_handed_over,
     make_available,
     make_express,
     make_behind_the_frontier_of_others,
@@ -122,7 +156,7 @@ ENDED = (make_completed, make_completed_by_its_handler, make_failed, make_cancel
 Make = Callable[[Conn, int], Prepared]
 
 
-def pages(admin: Admin, wanted: JobState, *, limit: int, **filters: Any) -> list[list[JobInfo]]:
+def pages(admin: Admin, wanted: JobState | None, *, limit: int, **filters: Any) -> list[list[JobInfo]]:
     """Every page of a list."""
     found: list[list[JobInfo]] = []
     after: str | None = None
@@ -136,6 +170,6 @@ def pages(admin: Admin, wanted: JobState, *, limit: int, **filters: Any) -> list
         after = page.after
 
 
-def listed(admin: Admin, wanted: JobState, *, limit: int = 1000, **filters: Any) -> list[int]:
+def listed(admin: Admin, wanted: JobState | None, *, limit: int = 1000, **filters: Any) -> list[int]:
     """The ids in a list."""
     return [job.id for page in pages(admin, wanted, limit=limit, **filters) for job in page]

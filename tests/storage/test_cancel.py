@@ -32,7 +32,22 @@ from tests.storage.engine import (
     state,
     transaction,
 )
-from tests.storage.lives import ASKED, DONE, ENDED, REQUESTS, RUNNING, UNSTARTED, Make, history, make_running, one
+from tests.storage.lives import (
+    ASKED,
+    DONE,
+    ENDED,
+    REQUESTS,
+    RUNNING,
+    UNSTARTED,
+    Make,
+    history,
+    make_handed_over,
+    make_retryable_with_its_key,
+    make_running,
+    make_waiting_for_key,
+    make_waiting_for_order,
+    one,
+)
 
 # Every moment of a job's life
 
@@ -54,6 +69,39 @@ def test_what_has_not_started_is_cancelled_at_once(conn: Conn, make: Make, force
     assert promote(conn) == 0
     assert job not in claim(conn, runtime).ids
     assert cancel(conn, job, force=force) == ("nothing", "cancelled")
+
+
+@pytest.mark.parametrize("make", [make_handed_over, make_retryable_with_its_key])
+def test_the_next_of_its_key_runs_when_a_job_that_has_it_is_cancelled(conn: Conn, make: Make) -> None:
+    """Guard: conclude gives the key back; nothing else tells, since no attempt ends."""
+    runtime = register(conn)
+    job, _ = make(conn, runtime)
+    [third] = insert(conn, 3, order="o")
+    assert third not in claim(conn, runtime, limit=1, kinds=["other"]).ids
+    assert cancel(conn, job) == DONE
+    started: list[int] = []
+    for _ in range(5):
+        members = claim(conn, runtime, kinds=["noop"]).members
+        assert len(members) <= 1
+        started += [member.id for member in members]
+        settle(conn, runtime, members)
+    assert started[-1] == third and job not in started
+    assert scalar(conn, "SELECT count(*) FROM awa.waiting_jobs") == 0
+
+
+@pytest.mark.parametrize("make", [make_waiting_for_key, make_waiting_for_order])
+def test_who_waits_for_a_key_can_leave_the_line(conn: Conn, make: Make) -> None:
+    """Guard: the next is looked for among those that wait when the key is free."""
+    runtime = register(conn)
+    job, _ = make(conn, runtime)
+    options = {"key": "k"} if make is make_waiting_for_key else {"order": "o"}
+    [third] = insert(conn, 3, **options)
+    assert claim(conn, runtime).members == []
+    assert cancel(conn, job) == DONE
+    assert claim(conn, runtime).members == []
+    running = scalar(conn, "SELECT min(id) FROM awa.jobs")
+    assert cancel(conn, running, force=True) == DONE
+    assert [member.id for _ in range(3) for member in claim(conn, runtime).members] == [third]
 
 
 @pytest.mark.parametrize("make", RUNNING)

@@ -28,6 +28,7 @@ from tests.storage.engine import (
     Conn,
     Member,
     Outcome,
+    cancel,
     claim,
     end_unclaimed,
     fall_silent,
@@ -36,13 +37,22 @@ from tests.storage.engine import (
     promote,
     register,
     rescue,
+    retry,
     scalar,
     settle,
     state,
     transaction,
     wait_for_lock,
 )
-from tests.storage.lives import listed, pages
+from tests.storage.lives import (
+    Make,
+    listed,
+    make_handed_over,
+    make_set_aside,
+    make_waiting_for_key,
+    make_waiting_for_order,
+    pages,
+)
 
 WHY = {"type": "ValueError", "text": "why", "traceback": "line 1"}
 
@@ -191,12 +201,11 @@ def test_the_newest_entry_decides_for_a_job_that_was_appended_again(conn: Conn, 
     assert find(conn, id_).state == JobState.COMPLETED
 
 
-@pytest.mark.parametrize("outcome", LEFT_TO_A_SUCCESSOR)
+@pytest.mark.parametrize("outcome", [*LEFT_TO_A_SUCCESSOR, "failed", "cancelled", "purged"])
 def test_an_entry_without_its_successor_belongs_to_no_job(conn: Conn, outcome: str) -> None:
-    """No word for what became of an entry is ever shown as the state of a job."""
+    """No word for what became of an entry is ever shown as the state of a job: failed ones have a row that says so."""
     [id_] = insert(conn, 1)
     end_unclaimed(conn, [id_])
-    assert find(conn, id_).state == JobState.CANCELLED
     conn.execute("UPDATE awa.attempt_ends SET outcome = %s", (outcome,))
     with pytest.raises(JobNotFound):
         find(conn, id_)
@@ -506,6 +515,11 @@ def test_every_look_agrees_with_what_is_stored(
     stored = {id_: find(conn, id_) for (id_,) in known.fetchall()}
     assert Counter(job.state for job in stored.values())[JobState.AVAILABLE]
     counts = admin.queue_counts()
+    everything = [id_ for wanted in listing.ORDER for id_ in listed(admin, wanted)]
+    some = workload.random.sample(everything, len(everything) // 3)
+    for limit in (7, 1000):
+        assert listed(admin, None, limit=limit) == everything
+        assert listed(admin, None, limit=limit, ids=[*some, 987_654]) == [id_ for id_ in everything if id_ in some]
     for wanted in JobState:
         expected_ids = {id_ for id_, job in stored.items() if job.state == wanted}
         whole = listed(admin, wanted)
@@ -513,7 +527,13 @@ def test_every_look_agrees_with_what_is_stored(
         assert set(whole) == expected_ids
         for limit in (1, 7):
             assert listed(admin, wanted, limit=limit) == whole
+        mine_in_order = [id_ for id_ in whole if id_ in some]
+        for limit in (1, 7, 1000):
+            assert listed(admin, wanted, limit=limit, ids=some) == mine_in_order
         for name in counts:
+            assert listed(admin, wanted, ids=some, queue=name, kind="new") == [
+                id_ for id_ in mine_in_order if (stored[id_].queue, stored[id_].kind) == (name, "new")
+            ]
             mine = {id_ for id_ in expected_ids if stored[id_].queue == name}
             assert set(listed(admin, wanted, queue=name)) == mine
             assert counts[name][wanted] == Count(len(mine), True)
@@ -632,6 +652,101 @@ def test_a_rare_kind_is_found_over_pages_that_end_early(
     settle(conn, runtime, members[:60])
     settle(conn, runtime, others=[Outcome(member, "completed") for member in members[60:]])
     check(JobState.COMPLETED, queue="q")
+
+
+def test_all_states_come_one_after_another(conn: Conn, admin: Admin) -> None:
+    """Guard: the cursor tells the state; pages go on across states, and begin none anew."""
+    runtime = register(conn)
+    expected = {JobState.WAITING_EXTERNAL: [], **{wanted: [] for wanted in JobState}}
+    ends = ("failed", "cancelled", "completed")
+    for outcome, delay in [("snoozed", 60.0), ("retried", 60.0), *((end, 0.0) for end in ends)]:
+        ids = insert(conn, 1, 2, 3)
+        settle(conn, runtime, others=[Outcome(m, outcome, delay) for m in claim(conn, runtime).members])
+        expected[find(conn, ids[0]).state] = ids
+    expected[JobState.RUNNING] = insert(conn, 1, 2)
+    claim(conn, runtime)
+    expected[JobState.AVAILABLE] = insert(conn, 1, 2, 3, 4)
+    newest = [id_ for wanted in listing.ORDER for id_ in expected[wanted][::-1]]
+    assert len(newest) == 21 and set(listing.ORDER) == set(JobState)
+    by_end = {id_ for wanted in ends for id_ in expected[JobState(wanted)]}
+    for limit in (1, 2, 5, 20, 21, 22):
+        found = listed(admin, None, limit=limit)
+        assert [id_ for id_ in found if id_ not in by_end] == [id_ for id_ in newest if id_ not in by_end]
+        assert [find(conn, id_).state for id_ in found] == [find(conn, id_).state for id_ in newest]
+        assert sorted(found) == sorted(newest)
+        assert listed(admin, None, limit=limit, queue="other") == []
+    # what changes its state meanwhile is shown as what it has become, or as both
+    page = admin.list_jobs(limit=2)
+    assert [job.state for job in page.jobs] == [JobState.RUNNING] * 2
+    for job in page.jobs:
+        assert cancel(conn, job.id, force=True) == ("cancelled", "cancelled")
+    rest = admin.list_jobs(limit=1000, after=page.after).jobs
+    assert {job.id for job in rest if job.state == JobState.CANCELLED} >= {job.id for job in page.jobs}
+
+
+def test_jobs_with_a_tag_are_found_in_every_state(conn: Conn, admin: Admin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guard: the tag is looked for in every source, and a page that finds none goes on."""
+    runtime = register(conn)
+    tagged: dict[JobState, list[int]] = {}
+    odd = 'b"l,\\u%e'
+
+    def add(n: int = 3) -> list[int]:
+        ids = insert(conn, *range(n))
+        conn.execute("UPDATE awa.jobs SET tags = %s WHERE id = %s", (["red", odd], ids[1]))
+        conn.execute("UPDATE awa.jobs SET tags = '{redder}' WHERE id = %s", (ids[0],))
+        return ids
+
+    for outcome, delay in [("snoozed", 60.0), ("retried", 60.0), ("failed", 0.0), ("completed", 0.0)]:
+        ids = add()
+        settle(conn, runtime, others=[Outcome(m, outcome, delay) for m in claim(conn, runtime).members])
+        tagged[find(conn, ids[1]).state] = [ids[1]]
+    ids = add()
+    claim(conn, runtime)
+    tagged[JobState.RUNNING] = [ids[1]]
+    tagged[JobState.AVAILABLE] = [add()[1]]
+    every = [id_ for wanted in listing.ORDER for id_ in tagged.get(wanted, [])]
+    monkeypatch.setattr(listing, "MOST_LOOKED_AT", 4)
+    for tag in ("red", odd):
+        assert listed(admin, None, tag=tag) == every
+        for wanted in JobState:
+            assert listed(admin, wanted, limit=1, tag=tag) == tagged.get(wanted, [])
+    assert listed(admin, None, tag="re") == listed(admin, None, tag="green") == []
+    assert listed(admin, None, tag="red", ids=every[2:]) == every[2:]
+
+
+def test_a_thousand_ids_are_looked_for_together(conn: Conn, admin: Admin) -> None:
+    """Guard: near ids are searched for at once; each is in one place, wherever its entry lies."""
+    runtime = register(conn)
+    ids = []
+    for slot in range(4):
+        turn_to(conn, slot)
+        ids += insert(conn, *range(400))
+        members = claim(conn, runtime, limit=300).members
+        settle(conn, runtime, members[:150], [Outcome(m, "retried") for m in members[150:200]])
+    wanted = [*ids[::2], 10**9, 2**63 - 1]
+    states = Counter(job.state for page in pages(admin, None, limit=100, ids=wanted) for job in page)
+    assert states == Counter(find(conn, id_).state for id_ in wanted[:-2])
+    assert listed(admin, None, ids=[10**9]) == []
+
+
+def test_what_was_retried_and_what_retention_has_deleted_is_listed_as_it_is(conn: Conn, admin: Admin) -> None:
+    """Guard: the newest entry tells; an end for good in the ring is shown only with its row."""
+    runtime = register(conn)
+    back, deleted = insert(conn, 1, 2)
+    settle(conn, runtime, others=[Outcome(m, "failed") for m in claim(conn, runtime).members])
+    assert retry(conn, back) == ("retried", "available")
+    conn.execute("DELETE FROM awa.ended_jobs WHERE id = %s", (deleted,))
+    for wanted in (None, JobState.AVAILABLE):
+        assert listed(admin, wanted) == listed(admin, wanted, ids=[back, deleted]) == [back]
+    assert listed(admin, JobState.FAILED) == listed(admin, JobState.FAILED, ids=[back, deleted]) == []
+    assert admin.queue_counts()["q"][JobState.AVAILABLE] == Count(1, True)
+
+
+@pytest.mark.parametrize("make", [make_set_aside, make_waiting_for_key, make_waiting_for_order, make_handed_over])
+def test_whoever_waits_for_a_key_or_a_kind_counts_as_available(conn: Conn, admin: Admin, make: Make) -> None:
+    job, _ = make(conn, register(conn))
+    assert listed(admin, JobState.AVAILABLE) == [job]
+    assert admin.queue_counts()["q"][JobState.AVAILABLE] == Count(1, True)
 
 
 def test_what_was_set_aside_follows_the_other_available_jobs(conn: Conn, admin: Admin) -> None:

@@ -26,6 +26,7 @@ from tests.storage.engine import (
     fall_silent,
     fence,
     insert,
+    limit_keys,
     move,
     places,
     promote,
@@ -215,6 +216,119 @@ def test_entries_of_a_segment_that_is_not_current(conn: Conn) -> None:
     assert move(conn, job, "b") == ("moved", "available")
     assert scalar(conn, "SELECT slot FROM awa.attempt_ends") == 0
     assert conn.execute("SELECT slot, queue FROM awa.jobs ORDER BY entry_id").fetchall() == [(0, "q"), (4, "b")]
+
+
+# Keys
+
+
+def granted(conn: Conn) -> list[tuple[str, str, int]]:
+    """Who has a key of which queue."""
+    query = "SELECT queue, scope, id FROM awa.grants WHERE NOT is_over ORDER BY queue, id"
+    return [(row[0], row[1], row[2]) for row in conn.execute(query)]
+
+
+@pytest.mark.parametrize("is_promoted", [False, True])
+def test_a_job_that_leaves_gives_its_order_to_the_next(conn: Conn, is_promoted: bool) -> None:
+    """Guard: release_grants, of a job that waits and of one in a lane; in the other queue it begins anew."""
+    runtime = register(conn)
+    first, second, third = insert(conn, 1, 2, 3, order="o")
+    settle(conn, runtime, others=[Outcome(claim(conn, runtime).members[0], "retried", 60.0)])
+    if is_promoted:
+        conn.execute("UPDATE awa.waiting_jobs SET run_at = now() WHERE waits_for = 'time'")
+        assert promote(conn) == 1
+    assert granted(conn) == [("q", "order", first)]
+    assert move(conn, first, "b")[0] == "moved"
+    assert granted(conn) == []
+    assert claim_in_steps(conn, runtime, limit=10) == [2]
+    conn.execute("UPDATE awa.waiting_jobs SET run_at = now() WHERE waits_for = 'time'")
+    promote(conn)
+    assert claim(conn, runtime, queue="b").ids == [first]
+    assert granted(conn) == [("b", "order", first), ("q", "order", second)]
+    assert (state(conn, third), queue_of(conn, third)) == ("available", "q")
+
+
+@pytest.mark.parametrize("scope", ["order", "key"])
+def test_a_job_to_which_a_key_was_handed_over_hands_it_on(conn: Conn, scope: str) -> None:
+    """Guard: release_grants; nobody else would ever tell that its turn is over."""
+    runtime = register(conn)
+    limit_keys(conn, 1)
+    _, second, third = insert(conn, 1, 2, 3, **{scope: "k"})
+    settle(conn, runtime, claim(conn, runtime).members)
+    assert claim(conn, runtime).members == []
+    assert granted(conn) == [("q", scope, second)]
+    assert move(conn, second, "b") == ("moved", "available")
+    assert claim_in_steps(conn, runtime, limit=10) == [3]
+    assert granted(conn) == [("q", scope, third)]
+    assert claim(conn, runtime, queue="b").ids == [second]
+
+
+@pytest.mark.parametrize("scope", ["order", "key"])
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_a_job_that_waits_for_a_key_waits_for_that_of_the_other_queue(conn: Conn, scope: str, is_taken: bool) -> None:
+    """Guard: look_at_key; without a row of grants there, nobody would look for it. Others that wait there go first."""
+    runtime = register(conn)
+    for queue in ("q", "b"):
+        limit_keys(conn, 1, queue=queue)
+    first, second = insert(conn, 1, 2, **{scope: "k"})
+    held = claim(conn, runtime).members
+    there = []
+    if is_taken:
+        insert(conn, 3, 4, queue="b", **{scope: "k"})
+        there = claim(conn, runtime, queue="b").members
+    assert move(conn, second, "b") == ("moved", "available")
+    if is_taken:
+        assert claim_in_steps(conn, runtime, limit=10, queue="b") == []
+        settle(conn, runtime, there)
+        members = [m for _ in range(2) for m in claim(conn, runtime, queue="b").members]
+        assert [m.kind for m in members] == ["noop"] and members[0].id != second
+        settle(conn, runtime, members)
+    assert claim_in_steps(conn, runtime, limit=10, queue="b") == [2]
+    settle(conn, runtime, held)
+    assert claim_in_steps(conn, runtime, limit=10) == []
+    assert (queue_of(conn, second), state(conn, first)) == ("b", "completed")
+
+
+@pytest.mark.parametrize("ending", ["COMMIT", "ROLLBACK"])
+def test_a_move_of_whose_turn_it_is_beside_a_claim(conn: Conn, other: Conn, ending: str) -> None:
+    """Guard: the row is locked, the key's row stays; after a rollback it is still its turn."""
+    runtime = register(conn)
+    _, second, _ = insert(conn, 1, 2, 3, order="o")
+    settle(conn, runtime, claim(conn, runtime).members)
+    with transaction(other):
+        assert move(other, second, "b") == ("moved", "available")
+        assert claim(conn, runtime).members == []
+        other.execute(ending)
+    assert claim_in_steps(conn, runtime, limit=10) == ([3] if ending == "COMMIT" else [2])
+    assert queue_of(conn, second) == ("b" if ending == "COMMIT" else "q")
+
+
+@pytest.mark.parametrize("ending", ["COMMIT", "ROLLBACK"])
+def test_a_move_of_a_job_that_holds_an_order_beside_a_claim(conn: Conn, other: Conn, ending: str) -> None:
+    """Guard: the key is given back by the commit, not before."""
+    runtime = register(conn)
+    first, _ = insert(conn, 1, 2, order="o")
+    settle(conn, runtime, others=[Outcome(claim(conn, runtime).members[0], "retried", 60.0)])
+    with transaction(other):
+        assert move(other, first, "b") == ("moved", "retryable")
+        assert claim(conn, runtime).members == []
+        other.execute(ending)
+    assert claim_in_steps(conn, runtime, limit=10) == ([2] if ending == "COMMIT" else [])
+
+
+def test_a_claim_that_hands_a_key_over_goes_first(conn: Conn, other: Conn) -> None:
+    """Guard: the row that waits is only tried; then the job is in a lane, with the key that it gives back."""
+    runtime = register(conn)
+    _, second, _ = insert(conn, 1, 2, 3, order="o")
+    settle(conn, runtime, claim(conn, runtime).members)
+    with transaction(other):
+        claim(other, runtime)
+        assert move(conn, second, "b") == ("busy", "available")
+        mover = Background(lambda: move(conn, second, "b"))
+        other.execute("SELECT pg_sleep(0.05)")
+        other.execute("COMMIT")
+    assert mover.result() == ("moved", "available")
+    assert claim_in_steps(conn, runtime, limit=10) == [3]
+    assert claim(conn, runtime, queue="b").ids == [second]
 
 
 # Beside others

@@ -44,7 +44,9 @@ from tests.storage.engine import (
 
 LARGE = 60_000
 
-SEGMENTED = re.compile(r"(jobs|claims|completions|attempt_ends)(_\d)?|waiting_jobs|ended_jobs|job_uniques")
+SEGMENTED = re.compile(
+    r"(jobs|claims|completions|attempt_ends)(_\d)?|waiting_jobs|ended_jobs|job_uniques|grants|queue_meta"
+)
 
 CALL = re.compile(r"awa\.\w+_v\d+\(")
 
@@ -362,6 +364,57 @@ def test_setting_aside_reads_each_job_twice(conn: Conn, explained: Explained, st
     with explained.watch() as plans:
         assert claim(conn, runtime, kinds=["new"], limit=10).members == []
     check(plans, most_rows=500)  # twenty rounds of ten
+
+
+@statistics
+@pytest.mark.parametrize("scope", ["key", "order"])
+def test_a_claim_reads_few_of_many_jobs_that_wait_for_keys(
+    conn: Conn, explained: Explained, statistics: str, scope: str
+) -> None:
+    """Guard: holders are found by claim, those of one key and who waits for it by key; 600 holders at most are read."""
+
+    def wait(conn: Conn, runtime: int) -> None:
+        conn.execute("INSERT INTO awa.queue_meta (queue, max_running_per_key, max_running) VALUES ('q', 1, 500)")
+        conn.execute("INSERT INTO awa.queue_meta (queue) SELECT 'queue' || n FROM generate_series(1, 5000) n")
+        conn.execute(
+            f"""INSERT INTO awa.waiting_jobs (waits_for, wait_key, state, queue, kind, concurrency_key, ordering_key)
+                SELECT %(scope)s, k, 'available', CASE WHEN n %% 2 = 0 THEN 'q' ELSE 'other' END, 'noop',
+                       CASE WHEN %(scope)s = 'key' THEN k END, CASE WHEN %(scope)s = 'order' THEN k END
+                  FROM generate_series(1, {LARGE}) n
+                 CROSS JOIN LATERAL (SELECT CASE WHEN n %% 10 < 8 THEN 'hot' ELSE 'k' || n / 10 %% 1000 END AS k) k""",
+            {"scope": scope},
+        )
+        conn.execute(
+            f"""INSERT INTO awa.grants (queue, scope, key, id, claim_id, entry_id, slot, idx)
+                SELECT 'other', 'key', 'k' || n, n, n, n, 0, 1 FROM generate_series(1, {LARGE // 6}) n"""
+        )
+        conn.execute(
+            "INSERT INTO awa.grants (queue, scope, key, id, is_over)"
+            " SELECT DISTINCT 'q', waits_for, wait_key, 0, true"
+            "   FROM awa.waiting_jobs WHERE queue = 'q' AND wait_key > 'k9'"
+        )
+
+    runtime = prepare(conn, statistics, wait)
+    column = "concurrency_key" if scope == "key" else "ordering_key"
+
+    def add() -> None:
+        conn.execute(
+            f"INSERT INTO awa.jobs (queue, kind, {column}) SELECT 'q', 'noop', 'new' || n FROM generate_series(1, 5) n"
+        )
+
+    def turn() -> None:
+        members = claim(conn, runtime, limit=10).members
+        assert members
+        settle(conn, runtime, members)
+
+    for _ in range(10):
+        add()
+        turn()
+    add()
+    with explained.watch() as plans:
+        turn()
+    check(plans, most_rows=2000)
+    check_walk(plans)
 
 
 @statistics
@@ -759,3 +812,40 @@ def test_jobs_that_wait_for_others_are_let_go_by_few_rows(
     listed = [plan for plan in plans if "w.waits_for = 'parent' AND w.seq >" in plan.query]
     assert len(listed) >= 3
     check(listed, most_rows=200)
+
+
+@statistics
+@pytest.mark.parametrize("function", ["cancel_waiting_v1('q', 'x', %s, 10)", "purge_queue_v1('q', %s, 10)"])
+def test_clearing_a_queue_reads_each_job_once(conn: Conn, explained: Explained, statistics: str, function: str) -> None:
+    """Guard: a step goes on behind the one before, by an index; what was ended before is not read again."""
+
+    def full(conn: Conn, runtime: int) -> None:
+        one_queue(conn, runtime)
+        conn.execute(
+            f"""INSERT INTO awa.waiting_jobs (run_at, queue, kind)
+                SELECT now() + n * interval '1 min', CASE n % 2 WHEN 0 THEN 'q' ELSE 'b' END, 'noop'
+                  FROM generate_series(1, {LARGE}) n"""
+        )
+
+    prepare(conn, statistics, full)
+    go_on: str | None = None
+
+    def step() -> int:
+        nonlocal go_on
+        row = conn.execute(f"SELECT *, go_on::text FROM awa.{function}", (go_on,)).fetchone()
+        assert row is not None
+        go_on = row[-1]
+        return int(row[1])
+
+    for _ in range(12):
+        assert step() == 10
+    with explained.watch() as plans:
+        assert step() == 10
+    check(plans, most_rows=200)
+    place = json.loads(go_on or "{}") | {"place": 7, "id": None, "hi": None, "found": 1}
+    go_on = json.dumps(place)
+    for _ in range(12):
+        assert step() == 10
+    with explained.watch() as plans:
+        assert step() == 10
+    check(plans, most_rows=200)

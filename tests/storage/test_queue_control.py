@@ -245,7 +245,8 @@ def test_a_limit_of_keys_counts_what_runs_already(conn: Conn, admin: Admin) -> N
 def insert_keyed(conn: Conn, *keys: str) -> list[int]:
     rows = conn.execute(
         "INSERT INTO awa.jobs (queue, kind, concurrency_key, args)"
-        " SELECT 'q', 'noop', k, json_build_object('key', k, 'n', o - 1) FROM unnest(%s::text[]) WITH ORDINALITY u(k, o) ORDER BY o"
+        " SELECT 'q', 'noop', k, json_build_object('key', k, 'n', o - 1)"
+        "   FROM unnest(%s::text[]) WITH ORDINALITY u(k, o) ORDER BY o"
         " RETURNING id",
         (list(keys),),
     ).fetchall()

@@ -9,6 +9,7 @@ import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import psycopg
@@ -279,3 +280,28 @@ def test_running_can_wait(nowhere: awa.Client) -> None:
         nowhere.insert(work.bind())
         nowhere.insert({}, kind="unknown")
     assert [(job.kind, job.state) for job in book.jobs] == [("work", "available"), ("unknown", "available")]
+
+
+def test_a_job_that_has_expired_is_cancelled_and_keys_make_no_difference(nowhere: awa.Client) -> None:
+    """Guards expiry where a job would begin, and as it is inserted; what follows runs at once."""
+    ran: list[str] = []
+
+    @nowhere.task(ordering_key=lambda name: "all", concurrency_key="c")
+    def work(name: str) -> None:
+        ran.append(name)
+
+    past = datetime(2020, 1, 2, 3, 4, 5, tzinfo=UTC)
+    with inline(nowhere):
+        late = nowhere.insert(work.bind("late"), expires_at=past, on_cancelled=work.bind("instead"))
+        assert ran == ["instead"]
+        info = late.get()
+        assert (info.state, info.error and info.error["text"]) == ("cancelled", "it expired at 2020-01-02 03:04:05Z")
+        waits = nowhere.insert(work.bind("waits"), delay=3600, expires_at=datetime.now(UTC) + timedelta(hours=2))
+        nowhere.insert_many_copy([work.bind("copied")])
+        assert advance(nowhere, hours=3) == 0
+        assert waits.get().state == "cancelled"
+    assert ran == ["instead", "copied"]
+    with inline(nowhere, run=False):
+        available = nowhere.insert(work.bind("booked"), expires_at=past, on_cancelled=work.bind("after all"))
+        assert available.get().state == "available"
+        assert [one.args for one in run_all(nowhere)] == [{"name": "after all"}]

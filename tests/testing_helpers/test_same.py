@@ -355,6 +355,32 @@ def results(client: awa.Client, conn: psycopg.Connection[Any]) -> list[Any]:
     return [ran, said, client.result(jobs[4].id)]
 
 
+def expiring(client: awa.Client, conn: psycopg.Connection[Any]) -> list[Any]:
+    """Jobs that are too late: available, waiting for a time, for another job; and what follows."""
+    past = datetime(2020, 1, 2, 3, 4, 5, 678, UTC)
+    seen: list[str] = []
+
+    @client.task(concurrency_key="c", ordering_key=lambda name: name[:1])
+    def work(name: str) -> None:
+        seen.append(name)
+
+    late = client.insert(work.bind("late"), expires_at=past, on_cancelled=[work.bind("a"), work.bind("b")])
+    client.insert(work.bind("after it"), after=late)
+    client.insert(work.bind("later"), expires_at=past, delay=500, unique=Unique(), queue="z")
+    client.insert_many_copy([NewJob(work.bind("copied"), expires_at=past), work.bind("in time")])
+    client.insert(NewJob(work.bind("c"), on_completed=NewJob(work.bind("d"), expires_at=past)), queue="a")
+    first = told(client, run_all(client))
+    assert client.insert(work.bind("later"), unique=Unique(), expires_at=past, delay=1).is_new
+    again = told(client, run_all(client))
+    jobs = [
+        client.insert(work.bind(f"in {hours} h"), delay=1800, expires_at=datetime.now(UTC) + timedelta(hours=hours))
+        for hours in (1, 3)
+    ]
+    made = advance(client, hours=2)
+    states = [job.get().state for job in jobs]
+    return [first, again, seen, made, states, len(run_all(client)), jobs[1].get().state]
+
+
 def at_random(seed: int) -> Story:
     """A story of random inserts, runs, cancels and steps of time; the same each time for a seed."""
 
@@ -486,6 +512,7 @@ _VARIES = {"ended_at", "elapsed_ms", "runtime"}
         uniqueness,
         following,
         results,
+        expiring,
         *map(at_random, (17, 31, 41)),
     ],
     ids=lambda story: story.__name__,

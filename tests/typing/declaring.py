@@ -32,6 +32,22 @@ def resize(path: str, width: int = 800) -> float:
     return width / len(path)
 
 
+@client.task(concurrency_key="c", ordering_key=lambda path: f"o {path}")
+def shrink(path: str) -> None: ...
+
+
+def account_of(mail: SendEmail) -> str | None:
+    return mail.to
+
+
+@client.task(kind="resend", concurrency_key=account_of, ordering_key=None)
+def resend(job: awa.Job[SendEmail]) -> None: ...
+
+
+@client.task(kind="wrong", ordering_key=7)  # type: ignore[arg-type]
+def wrong(path: str) -> None: ...
+
+
 @client.task(kind="count", aliases=["count_words"])
 def count(text: str) -> awa.Snooze | awa.Cancel | int:
     match text:

@@ -37,6 +37,14 @@ assert_type(found.run_at, datetime | None)
 assert_type(found.history, list[dict[str, Any]])
 assert_type(client.get(inserted.id), awa.JobInfo)
 
+assert_type(
+    client.insert(resize.bind("a.png"), concurrency_key="c", ordering_key="o", expires_at=datetime.now(UTC)),
+    awa.Inserted,
+)
+awa.NewJob(resize.bind("a.png"), concurrency_key="c", ordering_key="o", expires_at=datetime.now(UTC))
+client.insert(resize.bind("a.png"), ordering_key=7)  # type: ignore[arg-type]
+client.insert(resize.bind("a.png"), expires_at="tomorrow")  # type: ignore[arg-type]
+
 unique = awa.Unique(by_args=["path"], period=timedelta(hours=1), states=["available", awa.JobState.RUNNING])
 assert_type(client.insert(resize.bind("a.png"), unique=unique), awa.Inserted)
 client.insert(resize.bind("a.png"), unique=False)

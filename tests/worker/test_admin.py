@@ -121,3 +121,61 @@ def test_a_job_is_moved_to_a_queue_that_somebody_serves(client: awa.Client, star
     assert values(client, "typo") == {}
     with pytest.raises(awa.JobNotFound):
         client.admin.move(job.id + 1000, "good")
+
+
+def test_an_operator_retries_a_job_that_has_failed(client: awa.Client, start_worker: StartWorker) -> None:
+    """By public names: all attempts again, its key again, and whoever waits for its result waits on."""
+    may = threading.Event()
+
+    @client.task(max_attempts=2, retry=awa.fixed(0), unique=awa.Unique(by_args=["n"]), keep_result=True)
+    def work(n: int) -> int:
+        if not may.is_set():
+            raise ConnectionError("nobody there")
+        return n * awa.current_job().attempt
+
+    start_worker(client)
+    job = client.insert(work.bind(7))
+    failed = ended(client, job)
+    assert (failed.state, failed.attempt, len(failed.history)) == ("failed", 2, 2)
+    with pytest.raises(awa.JobFailed):
+        job.result(timeout=10)
+    may.set()
+    back = client.retry(job.id)
+    assert (back.id, back.happened, back.state) == (job.id, "retried", "available")
+    assert job.result(timeout=10) == 7
+    assert client.insert(work.bind(7)).id == job.id
+    assert client.admin.retry(job.id).happened == "refused"
+    with pytest.raises(awa.JobNotFound):
+        client.retry(job.id + 1000)
+
+
+def test_a_retry_says_who_has_the_key(client: awa.Client) -> None:
+    @client.task(unique=awa.Unique())
+    def work(n: int) -> None: ...
+
+    first = client.insert(work.bind(1))
+    client.cancel(first.id)
+    second = client.insert(work.bind(1))
+    for retry in (client.retry, client.admin.retry):
+        with pytest.raises(awa.UniqueConflict) as caught:
+            retry(first.id)
+        assert (caught.value.existing_id, caught.value.key) == (second.id, awa.unique_key("work", {"n": 1}))
+    assert first.get().state == "cancelled"
+
+
+def test_an_operator_lets_a_job_go_first(client: awa.Client, start_worker: StartWorker) -> None:
+    order: list[int] = []
+
+    @client.task()
+    def work(n: int) -> None:
+        order.append(n)
+
+    jobs = client.insert_many([work.bind(n) for n in range(3)])
+    first = client.admin.set_priority(jobs[2].id, 1)
+    assert (first.happened, first.state) == ("reprioritised", "available")
+    assert numbers(client, "available", ids=[job.id for job in jobs[1:]]) == [2, 1]
+    start_worker(client, threads=1)
+    for job in jobs:
+        ended(client, job)
+    assert order == [2, 0, 1]
+    assert client.admin.set_priority(jobs[2].id, 2).happened == "refused"

@@ -1,4 +1,4 @@
-"""Steps: operators cancel and move jobs, maintenance ends attempts whose time is up."""
+"""Steps: operators cancel, retry, reprioritise and move jobs, maintenance ends attempts whose time is up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 import psycopg
 
 from awa.storage import control, runtimes
-from tests.storage.engine import AWA, cancel, move
+from tests.storage.engine import AWA, cancel, move, retry, set_priority
 from tests.storage.model.machine import Machine
 from tests.storage.model.records import ENDED, LATER, End, ModelJob, Runtime
 from tests.storage.model.steps import PICK, among, step
@@ -31,7 +31,8 @@ class Controlling(Machine):
         said = cancel(self.main, job.id, force=force)
         self.totals[f"cancel: {said[0]}"] += 1
         if job.state == "gone":
-            assert said == ("not_found", None)
+            left = self.left_of(job)
+            assert said == (("nothing", left) if left else ("not_found", None))
         elif job.state in ENDED:
             assert said == ("nothing", job.state)
         elif job.state == "running" and not force:
@@ -42,6 +43,43 @@ class Controlling(Machine):
             if job.state == "running":
                 self._end_from_outside(job, "cancelled")
             job.state = "cancelled"
+            job.was_rescued = False
+
+    @step(weight=4, when=lambda self: self.jobs, pick=PICK)
+    def retry(self, pick: random.Random) -> None:
+        job = self.choose(pick)
+        said = retry(self.main, job.id)
+        self.totals[f"retry: {said[0]}"] += 1
+        if job.state == "gone":
+            assert said == ("not_found", None)
+        elif job.state in ("available", "aside"):
+            assert said == ("nothing", "available")
+        elif job.state in ("running", "completed"):
+            assert said == ("refused", job.state)
+        else:
+            assert said == ("retried", "available")
+            job.state, job.attempt, job.is_express = "available", 1, job.was_rescued
+
+    @step(weight=4, when=lambda self: self.jobs, pick=PICK, priority=among(1, 2, 3, 4))
+    def set_priority(self, pick: random.Random, priority: int) -> None:
+        job = self.choose(pick)
+        if job.state in ("available", "aside") and self._is_taken(job):
+            self._must_wait(lambda: set_priority(self.main, job.id, priority))
+            return
+        said = set_priority(self.main, job.id, priority)
+        self.totals[f"priority: {said[0]}"] += 1
+        if job.state == "gone":
+            left = self.left_of(job)
+            assert said == (("refused", left) if left else ("not_found", None))
+        elif job.state in (*ENDED, "running"):
+            assert said == ("refused", job.state)
+        elif job.priority == priority:
+            assert said[0] == "nothing"
+        else:
+            assert said[0] == "reprioritised"
+            job.priority = priority
+            if job.state == "available":
+                job.is_express = job.was_rescued
 
     @step(weight=4, when=lambda self: self.jobs, pick=PICK, q=among(0, 1))
     def move(self, pick: random.Random, q: int) -> None:
@@ -52,7 +90,8 @@ class Controlling(Machine):
         said = move(self.main, job.id, queue)
         self.totals[f"move: {said[0]}"] += 1
         if job.state == "gone":
-            assert said == ("not_found", None)
+            left = self.left_of(job)
+            assert said == (("refused", left) if left else ("not_found", None))
         elif job.state in (*ENDED, "running"):
             assert said == ("refused", job.state)
         elif job.queue == queue:

@@ -104,6 +104,8 @@ class Machine:
         job.member, job.flush, job.is_asked = None, None, False
         self.totals[outcome] += 1
         job.is_express = outcome in ("released", "rescued")
+        if outcome in ("failed", "cancelled"):
+            job.was_rescued = False
         if outcome in ("retried", "rescued"):
             job.was_rescued = outcome == "rescued"
             if job.attempt >= job.max_attempts:
@@ -278,8 +280,14 @@ class Machine:
 
     def check_state(self, job: ModelJob) -> None:
         """What is said of a job is what it is. Of one that is gone other entries may be left, which say nothing."""
-        said = {"aside": ("available",), "waiting": ("scheduled", "retryable"), "gone": (None,)}
+        said = {"aside": ("available",), "waiting": ("scheduled", "retryable"), "gone": (self.left_of(job),)}
         assert state(self.main, job.id) in said.get(job.state, (job.state,))
+
+    def left_of(self, job: ModelJob) -> str | None:
+        """How a job that is gone had ended before it came back, when the entry that tells it is left."""
+        entries = [entry for entry in self.entries.values() if entry.id == job.id]
+        ends = max(entries, key=lambda entry: entry.entry_id).ends if entries else ()
+        return ends[0] if ends and ends[0] in ("failed", "cancelled") else None
 
     def _empty_the_ring(self) -> None:
         ring.rotate(self.main, AWA)

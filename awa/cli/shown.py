@@ -1,0 +1,124 @@
+"""How jobs are shown: as rows of a list, each by itself, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import datetime
+from typing import Any
+
+from awa.cli.output import Cell, Column, Table, compact, facts, local_time, print_facts, safe, short, styled
+from awa.job import JobState
+from awa.storage.jobs import JobInfo
+
+ARGS_SHOWN = 60
+"""Characters of a job's args in a list."""
+
+_COLUMNS = (
+    Column("id", is_number=True),
+    Column("state"),
+    Column("queue", is_flexible=True),
+    Column("kind", is_flexible=True),
+    Column("prio", is_number=True, needs_width=110),
+    Column("try", is_number=True, needs_width=110),
+    Column("when"),
+    Column("args", is_flexible=True, needs_width=100),
+)
+
+
+class JobTable:
+    """Jobs as rows, printed page by page."""
+
+    def __init__(self, *, err: bool = False) -> None:
+        self._table = Table(_COLUMNS, err=err)
+
+    def print(self, jobs: Iterable[JobInfo]) -> None:
+        """Print more of them."""
+        self._table.print([_row(job) for job in jobs])
+
+
+def _row(job: JobInfo) -> list[Cell]:
+    return [
+        str(job.id),
+        styled(_state(job)),
+        job.queue,
+        job.kind,
+        str(job.priority),
+        f"{job.attempt}/{job.max_attempts}",
+        local_time(_when(job)),
+        short(compact(job.args), ARGS_SHOWN),
+    ]
+
+
+def _state(job: JobInfo) -> str:
+    # that one waits for a time is what scheduled and retryable mean
+    return f"{job.state} ({job.waits_for})" if job.waits_for not in (None, "time") else job.state.value
+
+
+def _when(job: JobInfo) -> datetime | None:
+    """The time that matters in the job's state: due, taken, ended; or when it was inserted."""
+    if job.state is JobState.RUNNING:
+        return job.claimed_at or job.created_at
+    return (job.ended_at if job.state.is_terminal else job.run_at) or job.created_at
+
+
+def job_facts(job: JobInfo) -> dict[str, Any]:
+    """A job in JSON: the fields of ``awa.JobInfo``."""
+    return facts(job)
+
+
+def print_job(job: JobInfo) -> None:
+    """One job, with its history."""
+    rows = [
+        ("id", str(job.id)),
+        ("kind", safe(job.kind)),
+        ("queue", safe(job.queue)),
+        ("state", safe(_state(job))),
+        ("priority", str(job.priority)),
+        ("attempt", f"{job.attempt} of {job.max_attempts}"),
+        ("args", safe(compact(job.args))),
+    ]
+    if job.metadata is not None:
+        rows.append(("metadata", safe(compact(job.metadata))))
+    if job.tags:
+        rows.append(("tags", ", ".join(map(safe, job.tags))))
+    times = [("created", job.created_at), ("run at", job.run_at), ("claimed", job.claimed_at), ("ended", job.ended_at)]
+    rows += [(name, local_time(at)) for name, at in times if at is not None]
+    if job.elapsed_ms is not None:
+        rows.append(("ran", f"{job.elapsed_ms:,} ms"))
+    if job.runtime is not None:
+        place = "" if job.hostname is None else f", process {job.pid} on {safe(job.hostname)}"
+        rows.append(("worker", f"{job.runtime}{place}"))
+    if job.error is not None:
+        rows.append(("error", _error_text(job.error)))
+    if job.history:
+        rows.append(("history", "\n".join(map(_attempt_text, job.history))))
+    print_facts(rows)
+
+
+def _lines(text: object) -> str:
+    """Text of several lines, each safe."""
+    return "\n".join(map(safe, str(text).expandtabs().splitlines()))
+
+
+def _error_text(error: dict[str, Any]) -> str:
+    # what is stored may be anything, also by other programs
+    head = ": ".join(str(error[name]) for name in ("type", "text") if error.get(name))
+    trace = error.get("traceback")
+    return "\n".join(part for part in (_lines(head), _lines(trace) if trace else "") if part) or "-"
+
+
+def _attempt_text(one: object) -> str:
+    if not isinstance(one, dict):
+        return safe(compact(one))
+    told = [f"attempt {one.get('attempt')}", str(one.get("outcome"))]
+    if one.get("ended_at"):
+        told.append(_stored_time(one["ended_at"]))
+    said = ": ".join(str(one[name]) for name in ("type", "text") if one.get(name))
+    return safe(", ".join(told)) + (f": {_lines(said)}" if said else "")
+
+
+def _stored_time(text: object) -> str:
+    try:
+        return local_time(datetime.fromisoformat(str(text)))
+    except ValueError:
+        return str(text)
