@@ -58,11 +58,11 @@ def run(plan: Plan) -> list[Result]:
     window = min(WINDOW, plan.duration)
     windows = int(plan.duration / window)
     results = [
-        _result(f"window-{number + 1:02}", _count(times, begins + number * window, window), window)
+        _result(f"window-{number + 1:02}", count_starts(times, begins + number * window, window), window)
         for number in range(windows)
     ]
-    sliding = [_count(times, at, window) for at in times if at + window <= ends]
-    idle = [_count(times, at, window, is_open=True) for at in times if at + window <= ends]
+    sliding = [count_starts(times, at, window) for at in times if at + window <= ends]
+    idle = [count_starts(times, at, window, is_open=True) for at in times if at + window <= ends]
     return [*results, _result("most", max(sliding), window), _result("least", min(idle), window)]
 
 
@@ -87,7 +87,7 @@ def _work(plan: Plan, rate: int, files: list[Path]) -> None:
             worker.stop()
 
 
-def _count(times: list[float], begin: float, seconds: float, *, is_open: bool = False) -> int:
+def count_starts(times: list[float], begin: float, seconds: float, *, is_open: bool = False) -> int:
     """How many starts lie in the *seconds* from *begin*, which belongs to them unless *is_open*; their end does not."""
     side = bisect.bisect_right if is_open else bisect.bisect_left
     return bisect.bisect_left(times, begin + seconds) - side(times, begin)

@@ -7,7 +7,7 @@ always there to be read.
 from __future__ import annotations
 
 import math
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import psycopg
@@ -24,6 +24,9 @@ from tests.fixtures.jobs import StartWorker, ended, in_state, make_due
         (awa.exponential(5, 5), 100, MAX_DELAY - 5, MAX_DELAY + 1),
         (None, 999, MAX_DELAY - 5, MAX_DELAY + 1),
         (lambda n: 2**n, 999, MAX_DELAY - 5, MAX_DELAY + 1),
+        (lambda n: 10**400, 1, MAX_DELAY - 5, MAX_DELAY + 1),
+        (lambda n: 1e300, 1, MAX_DELAY - 5, MAX_DELAY + 1),
+        (lambda n: timedelta.max, 1, MAX_DELAY - 5, MAX_DELAY + 1),
         (lambda n: 1e308 * 10, 1, 1, 3),
         (lambda n: -1, 1, 1, 3),
         (lambda n: math.nan, 1, 1, 3),

@@ -32,7 +32,7 @@ def test_high_jobs_go_before_thousands_of_overdue_low_ones(
     conn.execute("UPDATE awa.jobs SET available_at = now() - interval '1 day'")
     client.insert_many([NewJob(work.bind(n), priority=1) for n in range(10)])
     client.insert_many([NewJob(work.bind(n), priority=2) for n in range(10)])
-    start_worker(client, threads=1)
+    start_worker(client, threads=1, priority_aging=0)
     wait_until(lambda: len(ran) == 3020, timeout=20)
     assert ran[:20] == [(1, n) for n in range(10)] + [(2, n) for n in range(10)]
     assert ran[20:] == [(4, n) for n in range(3000)]

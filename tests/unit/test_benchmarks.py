@@ -25,10 +25,10 @@ from benchmarks.record import BenchmarkError, Plan, Result, percentiles
 from benchmarks.repetition import measure
 from benchmarks.report import make_line, make_table
 from benchmarks.run import parse_targets
-from benchmarks.scenarios import SCENARIOS, fleet, inflight, insert, latency, producers, soak
+from benchmarks.scenarios import SCENARIOS, fleet, inflight, insert, latency, limits, producers, rate, soak
 from benchmarks.scenarios.claiming import BATCH, Claiming
 from benchmarks.scenarios.tasks import mark, noop
-from benchmarks.server import find_pgbench, find_place
+from benchmarks.server import Place, find_pgbench, find_place
 from tests.fixtures.db import wait_until
 
 FACTS = {"commit": None, "server": "15.1"}
@@ -172,6 +172,38 @@ def test_the_scenarios_at_scale_give_a_line_for_each_level(server: Server) -> No
 
 
 # --- what is counted
+
+
+@pytest.mark.slow
+def test_limits_a_rate_and_a_deploy_have_each_job_run_once(server: Server) -> None:
+    for scenario, variant, changes in (
+        ("limits", "old-50-keys", {}),
+        ("rate", "50", {"duration": 2.0}),
+        ("deploy", "aliens", {"jobs": 2000}),
+    ):
+        with Place(server.url("postgres"), None, None).database() as fresh:
+            results = measure(make_plan(server, fresh, scenario, variant, **changes), timeout=120)
+        assert all(result.jobs > 0 and result.jobs_per_s > 0 for result in results), scenario
+        if scenario == "rate":
+            assert [result.variant for result in results] == ["window-01", "most", "least"]
+            assert results[1].jobs <= 2 * 50 + rate.BURST + 5
+
+
+def test_the_cost_of_a_limit_is_told_beside_none() -> None:
+    medians = {
+        "none": {"jobs_per_s": 100_000.0, "wal_bytes_per_job": 20.0},
+        "rate": {"jobs_per_s": 50_000.0, "wal_bytes_per_job": 25.0},
+        "old-rate": {"jobs_per_s": 50_000.0, "wal_bytes_per_job": 25.0},
+    }
+    _, sentence = limits.conclude(medians)
+    assert sentence.split() == ["rate", "20.0", "us", "(", "+10.0)", "25.0", "B", "(", "+5.0)", "a", "job"]
+
+
+def test_starts_are_counted_in_the_window_that_they_begin() -> None:
+    times = [0.0, 1.0, 2.0, 10.0]
+    assert rate.count_starts(times, 0.0, 10.0) == 3
+    assert rate.count_starts(times, 0.5, 10.0) == 3
+    assert rate.count_starts(times, 0.0, 10.0, is_open=True) == 2
 
 
 def test_percentiles_are_values_that_occurred() -> None:

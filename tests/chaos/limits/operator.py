@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, LiteralString
 
 import psycopg
 from psycopg import Connection
@@ -19,18 +20,6 @@ Sabotage = Literal["limits", "hand-over"]
 """``limits``: in the database each is one more than was said. ``hand-over``: keys that are free again go to nobody."""
 
 CLAIM_LOCK = "SELECT pg_try_advisory_xact_lock(hashtextextended('awa.queue:' || %s, 0))"
-
-LIMIT = """
-    INSERT INTO awa.queue_meta (queue, max_running, max_running_per_key) VALUES (%(queue)s, %(most)s, %(per_key)s)
-    ON CONFLICT (queue) DO UPDATE
-       SET max_running = excluded.max_running, max_running_per_key = excluded.max_running_per_key
-"""
-
-PAUSE = """
-    UPDATE awa.queue_meta
-       SET paused_at = CASE WHEN %(is_paused)s THEN now() END, paused_by = CASE WHEN %(is_paused)s THEN 'chaos' END
-     WHERE queue = %(queue)s
-"""
 
 
 class Operator:
@@ -51,27 +40,31 @@ class Operator:
 
     def limit(self, queue: str, *, max_running: int | None, per_key: int) -> None:
         """Say what holds from now on, in the database and to the checks."""
-        values = {
-            "queue": queue,
-            "most": None if max_running is None else max_running + self._more,
-            "per_key": per_key + self._more,
+        overrides = {
+            "max_running": None if max_running is None else max_running + self._more,
+            "max_running_per_key": per_key + self._more,
         }
         with self._as_claimer(queue):
-            self._conn.execute(LIMIT, values)
-            self._conn.execute("SELECT awa.limits_changed(%s)", [queue])
+            self._call("SELECT awa.limit_queue_v1(%s, %s, 'chaos')", [queue, json.dumps(overrides)])
             self._conn.execute(
                 "INSERT INTO ledger.limits (queue, max_running, max_running_per_key) VALUES (%s, %s, %s)",
                 [queue, max_running, per_key],
             )
         self.done["limits changed"] += 1
 
-    def pause(self, queue: str, *, is_paused: bool) -> None:
-        """Pause, or resume, and ring for those who wait."""
+    def pause(self, queue: str) -> None:
+        """Let nothing of the queue start from now on."""
         with self._as_claimer(queue):
-            self._conn.execute(PAUSE, {"queue": queue, "is_paused": is_paused})
-            self._conn.execute("INSERT INTO ledger.pauses (queue, is_paused) VALUES (%s, %s)", [queue, is_paused])
-        self._conn.execute("SELECT awa.ring(ARRAY[%s])", [queue])
-        self.done["paused" if is_paused else "resumed"] += 1
+            self._call("SELECT happened FROM awa.pause_queue_v1(%s, 'chaos')", [queue])
+            self._conn.execute("INSERT INTO ledger.pauses (queue, is_paused) VALUES (%s, true)", [queue])
+        self.done["paused"] += 1
+
+    def resume(self, queue: str) -> None:
+        """Let it go on."""
+        with self._as_claimer(queue):
+            self._conn.execute("INSERT INTO ledger.pauses (queue, is_paused) VALUES (%s, false)", [queue])
+            self._call("SELECT awa.resume_queue_v1(%s)", [queue])
+        self.done["resumed"] += 1
 
     def cancel(self) -> None:
         """Cancel one of the jobs that have not ended, whatever they do."""
@@ -103,6 +96,11 @@ class Operator:
                     return
             time.sleep(0.005)
         raise TimeoutError(f"the claim lock of queue {queue!r} was never free within 10 s")
+
+    def _call(self, query: LiteralString, params: list[str]) -> None:
+        row = self._conn.execute(query, params).fetchone()
+        assert row is not None
+        assert row[0] != "busy", "the claim lock is held already"
 
     def _stop_handing_over(self) -> None:
         row = self._conn.execute(

@@ -151,7 +151,7 @@ class Torment:
         for member in self._crew.workers:
             member.signal(signal.SIGCONT)
         for queue in KEYS:
-            self._operator.pause(queue, is_paused=False)
+            self._operator.resume(queue)
 
     def _at(self, seconds: float, deed: Callable[[], None]) -> None:
         heapq.heappush(self._agenda, (time.monotonic() + seconds, next(self._numbers), deed))
@@ -193,8 +193,8 @@ class Torment:
 
     def _pause(self) -> None:
         queue = self._chance.choice(list(KEYS))
-        self._operator.pause(queue, is_paused=True)
-        self._at(self._chance.uniform(0.3, 3.0), lambda: self._operator.pause(queue, is_paused=False))
+        self._operator.pause(queue)
+        self._at(self._chance.uniform(0.3, 3.0), lambda: self._operator.resume(queue))
 
     def _someone(self) -> Member | None:
         ups = [member for member in self._crew.workers if member.is_up]
