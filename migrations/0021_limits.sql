@@ -725,7 +725,7 @@ BEGIN
                                       CASE WHEN j.tags IS NOT NULL OR j.metadata IS NOT NULL OR j.timeout_ms IS NOT NULL
                                            THEN json_build_object('tags', j.tags, 'metadata', j.metadata,
                                                                   'timeout_ms', j.timeout_ms)::text END AS details,
-                                      CASE WHEN j.attempt > 1 AND j.lane % 2 = 0
+                                      CASE WHEN j.history IS NOT NULL AND j.lane % 2 = 0
                                            THEN j.history->-1->>'outcome' = 'rescued' END AS rescued,
                                       j.concurrency_key, j.ordering_key, j.expires_at <= v_started AS expired,
                                       j.follow_ups::text LIKE '%"completed"%'

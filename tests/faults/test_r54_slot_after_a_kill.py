@@ -1,7 +1,7 @@
 """R54: a worker that was killed kept the slot of its key for a long time, or its successor ran beside what it had.
 
-Now the slot is the attempt's: the next job starts when the dead attempt is rescued, by the claim that follows, and there
-is no other expiry.
+Now the slot is the attempt's: the next job starts when the dead attempt is rescued, by the claim that follows, and
+there is no other expiry.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ class ModelJob:
 
     @property
     def is_suspect(self) -> bool:
-        """It comes alone, unless it was set aside; not in the first attempt after a retry by an operator."""
-        return self.was_rescued and self.is_express and self.attempt > 1
+        """It comes alone, unless it was set aside."""
+        return self.was_rescued and self.is_express
 
 
 @dataclass(frozen=True, slots=True)
