@@ -21,7 +21,7 @@ MEMORY = 0.2
 """How much of a queue's mean run time comes from the jobs that have ended since the last look."""
 
 UNKNOWN = 0.001
-"""Mean run time, in seconds, as long as no job has ended. The time of those that run counts all the same."""
+"""Mean run time, in seconds, as long as none has ended and none runs."""
 
 STEPS = 32
 """A batch is dealt out in about so many parts: the next one makes up for what is uneven."""
@@ -77,6 +77,7 @@ class Shares:
     queues: Sequence[QueueSpec]
     _accounts: dict[str, _Account] = field(init=False)
     _now: float = field(init=False, default=0.0)  # virtual time of whoever was served last
+    _guess: float = field(init=False, default=UNKNOWN)  # mean run time of a queue of which nothing is known
 
     def __post_init__(self) -> None:
         self._accounts = {spec.name: _Account(spec) for spec in self.queues}
@@ -119,9 +120,8 @@ class Shares:
         """
         for name, account in self._accounts.items():
             account.look(loads[name])
-        known = [account.mean for account in self._accounts.values() if account.mean is not None]
-        longest = max(known, default=UNKNOWN)
-        means = {name: UNKNOWN if one.mean is None else one.mean for name, one in self._accounts.items()}
+        longest = max((self._mean(one, loads[name]) or 0.0 for name, one in self._accounts.items()), default=0.0)
+        self._guess = longest = longest or UNKNOWN
         room = self.room(loads)
         given = {}
         left = limit
@@ -150,7 +150,8 @@ class Shares:
             given[name] += count
             left -= count
             # of no length, it would get everything
-            virtual[name] += count * max(means[name], 1e-6) / self._accounts[name].spec.weight
+            cost = max(self._mean(self._accounts[name], loads[name]) or self._guess, 1e-6)
+            virtual[name] += count * cost / self._accounts[name].spec.weight
         return {name: count for name, count in given.items() if count > 0}
 
     def came(self, queue: str, count: int) -> None:
@@ -161,8 +162,13 @@ class Shares:
             idle = self._virtual(account, Load(open=account.open, running=()))
             account.raised += max(self._now - idle, 0.0)
 
+    @staticmethod
+    def _mean(account: _Account, load: Load) -> float | None:
+        """Mean run time of a queue; as long as none of its jobs has ended, it is what the first have taken so far."""
+        return max(load.running, default=None) if account.mean is None else account.mean
+
     def _virtual(self, account: _Account, load: Load) -> float:
-        mean = UNKNOWN if account.mean is None else account.mean
+        mean = self._mean(account, load) or self._guess
         pending = sum(max(seconds, mean) for seconds in load.running)
         pending += max(load.open - len(load.running), 0) * mean
         used = account.shared + pending * account.shared_part(load.open)
