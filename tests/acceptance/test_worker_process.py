@@ -318,7 +318,10 @@ def test_a_lone_client_is_found_and_flags_and_environment_say_the_settings(
     row = conn.execute("SELECT pid, queues, heartbeat_ms, version FROM awa.runtime_instances").fetchone()
     assert row == (
         process.pid,
-        [{"name": "a:b", "max_workers": 2}, {"name": "c", "max_workers": None}],
+        [
+            {"name": "a:b", "max_workers": 2, "min_workers": 0, "weight": 1},
+            {"name": "c", "max_workers": None, "min_workers": 0, "weight": 1},
+        ],
         2500,
         awa.__version__,
     )

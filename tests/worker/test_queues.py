@@ -79,6 +79,48 @@ def test_max_workers_of_a_queue_is_never_exceeded(client: awa.Client, start_work
     assert gate.most["wide"] >= 4
 
 
+def test_threads_that_are_kept_for_a_queue_are_free_for_it(
+    client: awa.Client, start_worker: StartWorker, gate: Gate
+) -> None:
+    @client.task()
+    def work() -> None:
+        gate.enter(awa.current_job().queue)
+
+    start_worker(client, threads=4, queues=["kept:min=2", "other"], poll_interval=30)
+    client.insert_many([NewJob(work.bind(), queue="other") for _ in range(9)])
+    gate.wait_for("other", 2)
+    for passed in range(1, 7):  # however many of the others end meanwhile
+        gate.let_out()
+        gate.wait_passed(passed)
+        gate.wait_for("other", 2)
+    client.insert_many([NewJob(work.bind(), queue="kept") for _ in range(2)])
+    gate.wait_for("kept", 2)
+    assert gate.most["other"] == 2
+
+
+def test_busy_queues_have_threads_by_weight_and_one_alone_has_all(
+    client: awa.Client, start_worker: StartWorker, gate: Gate
+) -> None:
+    @client.task()
+    def work() -> None:
+        gate.enter(awa.current_job().queue)
+
+    client.insert_many([NewJob(work.bind(), queue=queue) for queue in ("a", "b") for _ in range(30)])
+    worker = start_worker(client, threads=8, queues=["a:weight=3", "b", "c:weight=50"])
+    gate.wait_for("a", 6)
+    gate.wait_for("b", 2)
+    for passed in range(1, 17):
+        gate.let_out()
+        gate.wait_passed(passed)
+    wait_until(lambda: len(worker.running) == 8)
+    assert 4 <= gate.inside["a"] <= 8
+    gate.let_out(100)
+    gate.wait_passed(60)
+    gate.let_out(-(100 - 44))
+    client.insert_many([NewJob(work.bind(), queue="b") for _ in range(8)])
+    gate.wait_for("b", 8)
+
+
 def test_a_narrow_queue_leaves_its_other_jobs_to_another_worker(
     client: awa.Client, start_worker: StartWorker, gate: Gate
 ) -> None:
