@@ -383,9 +383,11 @@ AS $$
 DECLARE
     v_order smallint[];
 BEGIN
-    SELECT array_agg(h.lane ORDER BY h.aged, h.available_at) INTO v_order
-      FROM (SELECT l.lane, l.available_at,
-                   l.priority - floor(extract(epoch FROM clock_timestamp() - l.available_at) / p_aging) AS aged
+    -- the two lanes of a priority stay together, the express one first: what it has is older than its rows tell
+    SELECT array_agg(h.lane ORDER BY h.aged, h.since, h.lane) INTO v_order
+      FROM (SELECT l.lane, min(l.available_at) OVER of_priority AS since,
+                   l.priority - floor(extract(epoch FROM clock_timestamp() - min(l.available_at) OVER of_priority)
+                                      / p_aging) AS aged
               FROM (SELECT u.lane::smallint AS lane, u.lane / 2 AS priority, j.available_at
                       FROM generate_series(2, 9) u(lane)
                      CROSS JOIN LATERAL awa.unclaimed(p_queue, 1, NULL, u.lane::smallint) e
@@ -393,7 +395,8 @@ BEGIN
                                           WHERE j.slot = e.slot AND j.queue = p_queue AND j.lane = e.lane
                                             AND j.xid = e.xid AND j.entry_id = e.entry_id LIMIT 1) j
                     UNION ALL
-                    SELECT 1, p_aside, p_since WHERE p_aside IS NOT NULL) l) h;
+                    SELECT 1, p_aside, p_since WHERE p_aside IS NOT NULL) l
+            WINDOW of_priority AS (PARTITION BY l.lane / 2)) h;
     IF v_order IS NULL OR v_order = ARRAY(SELECT l FROM unnest(v_order) l 
                                          ORDER BY CASE l WHEN 1 THEN 2 * p_aside - 0.5 ELSE l END) THEN
         RETURN NULL;
@@ -911,8 +914,9 @@ BEGIN
                 '{}', '{}',
                 CASE WHEN m.max_running IS NOT NULL OR m.rate IS NOT NULL THEN v_state END);
         v_direct := NULL;
-        IF v_round = 20 THEN
-            v_flags := v_flags | 4;
+        IF v_round = 20 OR clock_timestamp() - v_started > interval '50 ms' THEN
+            v_flags := v_flags | 4;          -- others wait for the lock, and who holds it for seconds is ended
+            EXIT rounds;
         END IF;
     END LOOP;
     IF v_handed > 0 THEN
@@ -937,6 +941,70 @@ LANGUAGE plpgsql VOLATILE
 AS $$
 BEGIN
     RETURN QUERY SELECT * FROM awa.claim_v2(p_queue, p_runtime, p_kinds, p_limit, p_bell);
+END $$;
+
+-- As in 0008_ring.sql; and what has an ordering key stays where it is, and holds its slot, while something of its lane that
+-- comes before lies in another slot: carried, it would go first.
+CREATE OR REPLACE FUNCTION awa.carry_v1(p_slot smallint, p_queue text, p_limit integer) RETURNS integer
+LANGUAGE plpgsql VOLATILE
+SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off
+AS $$
+DECLARE
+    v_slots smallint[] := '{}';
+    v_lanes smallint[] := '{}';
+    v_xids xid8[] := '{}';
+    v_entries bigint[] := '{}';
+    v_left integer := p_limit;
+    v_is_first boolean;
+    r record;
+BEGIN
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        RAISE EXCEPTION 'awa.carry needs READ COMMITTED: an older snapshot would carry what is claimed'
+              USING ERRCODE = 'AWA02';
+    END IF;
+    IF NOT pg_try_advisory_xact_lock(hashtextextended('awa.queue:' || p_queue, 0)) THEN
+        RETURN -1;
+    END IF;
+    FOR v_lane IN 2..9 LOOP
+        CONTINUE WHEN NOT EXISTS (SELECT FROM awa.unclaimed(p_queue, 1, p_slot, v_lane::smallint));
+        v_is_first := v_lane % 2 = 0
+                      OR (SELECT u.slot FROM awa.unclaimed(p_queue, 1, NULL, v_lane::smallint) u) = p_slot;
+        SELECT array_agg(u.slot) AS slots, array_agg(u.lane) AS lanes, array_agg(u.xid) AS xids,
+               array_agg(u.entry_id) AS entries, count(*) AS n
+          INTO r
+          FROM awa.unclaimed(p_queue, v_left, CASE WHEN v_lane % 2 = 1 THEN p_slot END, v_lane::smallint) u
+         CROSS JOIN LATERAL (SELECT j.ordering_key FROM awa.jobs j
+                              WHERE j.slot = u.slot AND j.queue = p_queue AND j.lane = u.lane AND j.xid = u.xid
+                                AND j.entry_id = u.entry_id LIMIT 1) j
+         WHERE v_is_first OR j.ordering_key IS NULL;
+        CONTINUE WHEN r.n = 0;
+        v_slots := v_slots || r.slots;
+        v_lanes := v_lanes || r.lanes;
+        v_xids := v_xids || r.xids;
+        v_entries := v_entries || r.entries;
+        v_left := v_left - r.n;
+        EXIT WHEN v_left <= 0;
+    END LOOP;
+    IF cardinality(v_entries) = 0 THEN
+        RETURN 0;
+    END IF;
+    WITH entry AS MATERIALIZED (
+        SELECT u.n, j.*
+          FROM unnest(v_slots, v_lanes, v_xids, v_entries) WITH ORDINALITY AS u(slot, lane, xid, entry_id, n)
+         CROSS JOIN LATERAL (SELECT * FROM awa.jobs j
+                              WHERE j.slot = u.slot AND j.queue = p_queue AND j.lane = u.lane AND j.xid = u.xid
+                                AND j.entry_id = u.entry_id LIMIT 1) j
+    ), ended AS (
+        INSERT INTO awa.attempt_ends (entry_id, id, slot, outcome)
+        SELECT e.entry_id, e.id, e.slot, 'carried' FROM entry e
+    )
+    INSERT INTO awa.jobs (id, created_at, lane, priority, attempt, max_attempts, timeout_ms, queue, kind, args, metadata,
+                          tags, concurrency_key, ordering_key, unique_key, expires_at, follow_ups, history)
+    SELECT e.id, coalesce(e.created_at, e.available_at), 2 * e.priority, e.priority, e.attempt, e.max_attempts,
+           e.timeout_ms, e.queue, e.kind, e.args, e.metadata, e.tags, e.concurrency_key, e.ordering_key, e.unique_key,
+           e.expires_at, e.follow_ups, e.history
+      FROM entry e ORDER BY e.n;
+    RETURN cardinality(v_entries);
 END $$;
 
 -- As in 0019_dependencies.sql; and the state of the limits is written down with the frontiers.

@@ -126,9 +126,11 @@ CREATE FUNCTION awa.aged_order(p_queue text, p_aging double precision, p_aside s
 DECLARE
     v_order smallint[];
 BEGIN
-    SELECT array_agg(h.lane ORDER BY h.aged, h.available_at) INTO v_order
-      FROM (SELECT l.lane, l.available_at,
-                   l.priority - floor(extract(epoch FROM clock_timestamp() - l.available_at) / p_aging) AS aged
+    -- the two lanes of a priority stay together, the express one first: what it has is older than its rows tell
+    SELECT array_agg(h.lane ORDER BY h.aged, h.since, h.lane) INTO v_order
+      FROM (SELECT l.lane, min(l.available_at) OVER of_priority AS since,
+                   l.priority - floor(extract(epoch FROM clock_timestamp() - min(l.available_at) OVER of_priority)
+                                      / p_aging) AS aged
               FROM (SELECT u.lane::smallint AS lane, u.lane / 2 AS priority, j.available_at
                       FROM generate_series(2, 9) u(lane)
                      CROSS JOIN LATERAL awa.unclaimed(p_queue, 1, NULL, u.lane::smallint) e
@@ -136,7 +138,8 @@ BEGIN
                                           WHERE j.slot = e.slot AND j.queue = p_queue AND j.lane = e.lane
                                             AND j.xid = e.xid AND j.entry_id = e.entry_id LIMIT 1) j
                     UNION ALL
-                    SELECT 1, p_aside, p_since WHERE p_aside IS NOT NULL) l) h;
+                    SELECT 1, p_aside, p_since WHERE p_aside IS NOT NULL) l
+            WINDOW of_priority AS (PARTITION BY l.lane / 2)) h;
     IF v_order IS NULL OR v_order = ARRAY(SELECT l FROM unnest(v_order) l 
                                          ORDER BY CASE l WHEN 1 THEN 2 * p_aside - 0.5 ELSE l END) THEN
         RETURN NULL;
@@ -347,6 +350,7 @@ DECLARE
     v_xids xid8[] := '{}';
     v_entries bigint[] := '{}';
     v_left integer := p_limit;
+    v_is_first boolean;
     r record;
 BEGIN
     IF current_setting('transaction_isolation') <> 'read committed' THEN
@@ -358,10 +362,17 @@ BEGIN
     END IF;
     FOR v_lane IN 2..9 LOOP
         CONTINUE WHEN NOT EXISTS (SELECT FROM awa.unclaimed(p_queue, 1, p_slot, v_lane::smallint));
+        v_is_first := v_lane % 2 = 0
+                      OR (SELECT u.slot FROM awa.unclaimed(p_queue, 1, NULL, v_lane::smallint) u) = p_slot;
         SELECT array_agg(u.slot) AS slots, array_agg(u.lane) AS lanes, array_agg(u.xid) AS xids,
                array_agg(u.entry_id) AS entries, count(*) AS n
           INTO r
-          FROM awa.unclaimed(p_queue, v_left, CASE WHEN v_lane % 2 = 1 THEN p_slot END, v_lane::smallint) u;
+          FROM awa.unclaimed(p_queue, v_left, CASE WHEN v_lane % 2 = 1 THEN p_slot END, v_lane::smallint) u
+         CROSS JOIN LATERAL (SELECT j.ordering_key FROM awa.jobs j
+                              WHERE j.slot = u.slot AND j.queue = p_queue AND j.lane = u.lane AND j.xid = u.xid
+                                AND j.entry_id = u.entry_id LIMIT 1) j
+         WHERE v_is_first OR j.ordering_key IS NULL;
+        CONTINUE WHEN r.n = 0;
         v_slots := v_slots || r.slots;
         v_lanes := v_lanes || r.lanes;
         v_xids := v_xids || r.xids;
@@ -698,7 +709,7 @@ BEGIN
                                       CASE WHEN j.tags IS NOT NULL OR j.metadata IS NOT NULL OR j.timeout_ms IS NOT NULL
                                            THEN json_build_object('tags', j.tags, 'metadata', j.metadata,
                                                                   'timeout_ms', j.timeout_ms)::text END AS details,
-                                      CASE WHEN j.attempt > 1 AND j.lane % 2 = 0
+                                      CASE WHEN j.history IS NOT NULL AND j.lane % 2 = 0
                                            THEN j.history->-1->>'outcome' = 'rescued' END AS rescued,
                                       j.concurrency_key, j.ordering_key, j.expires_at <= v_started AS expired,
                                       j.follow_ups::text LIKE '%"completed"%'
@@ -884,8 +895,9 @@ BEGIN
                 '{}', '{}',
                 CASE WHEN m.max_running IS NOT NULL OR m.rate IS NOT NULL THEN v_state END);
         v_direct := NULL;
-        IF v_round = 20 THEN
-            v_flags := v_flags | 4;
+        IF v_round = 20 OR clock_timestamp() - v_started > interval '50 ms' THEN
+            v_flags := v_flags | 4;          -- others wait for the lock, and who holds it for seconds is ended
+            EXIT rounds;
         END IF;
     END LOOP;
     IF v_handed > 0 THEN

@@ -583,3 +583,49 @@ def test_a_low_job_that_has_waited_goes_first_for_once(conn: Conn) -> None:
     assert claim(conn, runtime, limit=2).numbers == [1, 14]
     assert claim(conn, runtime, limit=100).numbers == list(range(15, 30))
     assert claim(conn, runtime).members == []
+
+
+def test_express_comes_before_main_within_a_priority_however_old_the_rows_are(conn: Conn) -> None:
+    """Rule: the lanes of a priority age together; what was carried has young rows and comes first all the same."""
+    runtime = register(conn)
+    insert(conn, 0)
+    insert(conn, 1, order="o")
+    scalar(conn, "SELECT awa.rotate_v1()")
+    insert(conn, 2, order="o")
+    conn.execute("UPDATE awa.jobs SET available_at = available_at - interval '1 h'")
+    settle(conn, runtime, claim(conn, runtime, limit=1).members)
+    assert scalar(conn, "SELECT awa.carry_v1(0::smallint, 'q', 100)") == 1
+    conn.execute("UPDATE awa.claims SET claimed_at = claimed_at - interval '5 s'")
+    assert take(conn, runtime).numbers == [1]
+    assert waits(conn) == [("order", "o", 2)]
+
+
+def test_what_has_an_ordering_key_is_not_carried_past_what_comes_before(conn: Conn) -> None:
+    """Rule: it holds its slot until the lane's first entry lies there."""
+    runtime = register(conn)
+    insert(conn, 1, order="o")
+    scalar(conn, "SELECT awa.rotate_v1()")
+    insert(conn, 2, order="o")
+    insert(conn, 3)
+    scalar(conn, "SELECT awa.rotate_v1()")
+    assert scalar(conn, "SELECT awa.carry_v1(1::smallint, 'q', 100)") == 1
+    assert take(conn, runtime, limit=1).numbers == [3]
+    first = take(conn, runtime, limit=1)
+    assert first.numbers == [1]
+    assert scalar(conn, "SELECT awa.carry_v1(1::smallint, 'q', 100)") == 1
+    settle(conn, runtime, first.members)
+    assert take(conn, runtime).numbers == [2]
+
+
+def test_a_claim_that_sets_much_aside_ends_after_a_while_and_says_come_again(conn: Conn) -> None:
+    """Rule: nobody holds the queue for long; what was set aside stays so."""
+    runtime = register(conn)
+    limit(conn, max_running_per_key=1)
+    insert(conn, 0, key="a")
+    assert take(conn, runtime, limit=1).numbers == [0]
+    insert(conn, *range(1, 6001), key="a")
+    claimed = claim(conn, runtime, limit=1000)
+    assert (claimed.members, claimed.flags) == ([], COME_AGAIN)
+    assert 0 < len(waits(conn)) < 6000
+    assert take(conn, runtime, limit=1000).members == []
+    assert len(waits(conn)) == 6000
