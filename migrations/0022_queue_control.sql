@@ -452,13 +452,14 @@ AS $$
     SELECT s.happened, s.waiting, s.ended, s.go_on FROM awa.clear_step(p_queue, true, NULL, p_from, p_limit) s
 $$;
 
--- As in 0018_outcomes.sql; and a job that has failed or was cancelled is gone when its row of ended_jobs is: it was purged,
+-- As find_job_v2 of 0018_outcomes.sql; it tells of keys and expiry, too, and a job that has failed or was cancelled is gone when its row of ended_jobs is: it was purged,
 -- or kept for as long as such jobs are, though its entries may lie in a segment that was not emptied yet.
-CREATE OR REPLACE FUNCTION awa.find_job_v2(p_id bigint)
+CREATE FUNCTION awa.find_job_v3(p_id bigint)
 RETURNS TABLE (id bigint, queue text, kind text, state text, priority smallint, attempt smallint,
                max_attempts smallint, args json, metadata json, tags text[], created_at timestamptz,
                run_at timestamptz, claimed_at timestamptz, ended_at timestamptz, elapsed_ms integer, runtime bigint,
-               hostname text, pid integer, waits_for text, error json, history json)
+               hostname text, pid integer, waits_for text, error json, history json, concurrency_key text,
+               ordering_key text, expires_at timestamptz)
 LANGUAGE plpgsql STABLE SECURITY DEFINER
 SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET max_parallel_workers_per_gather = 0 SET jit = off
 SET search_path = pg_catalog, pg_temp
@@ -479,15 +480,18 @@ DECLARE
     v_elapsed_ms integer;
 BEGIN
     SELECT w.id, w.queue, w.kind, w.state, w.priority, w.attempt, w.max_attempts, w.args, w.metadata, w.tags,
-           w.created_at, CASE WHEN isfinite(w.run_at) THEN w.run_at END, w.ended_at, w.waits_for, w.history, w.state
+           w.created_at, CASE WHEN isfinite(w.run_at) THEN w.run_at END, w.ended_at, w.waits_for, w.history, w.state,
+           w.concurrency_key, w.ordering_key, w.expires_at
       INTO id, queue, kind, state, priority, attempt, max_attempts, args, metadata, tags,
-           created_at, run_at, ended_at, waits_for, history, v_state
+           created_at, run_at, ended_at, waits_for, history, v_state,
+           concurrency_key, ordering_key, expires_at
       FROM (SELECT t.id, t.queue, t.kind, t.state, t.priority, t.attempt, t.max_attempts, t.args, t.metadata, t.tags,
-                   t.created_at, t.run_at, NULL::timestamptz AS ended_at, t.waits_for, t.history
+                   t.created_at, t.run_at, NULL::timestamptz AS ended_at, t.waits_for, t.history, t.concurrency_key,
+                   t.ordering_key, t.expires_at
               FROM awa.waiting_jobs t WHERE t.id = p_id
              UNION ALL
             SELECT t.id, t.queue, t.kind, t.state, t.priority, t.attempt, t.max_attempts, t.args, t.metadata, t.tags,
-                   t.created_at, NULL, t.ended_at, NULL, t.history
+                   t.created_at, NULL, t.ended_at, NULL, t.history, t.concurrency_key, t.ordering_key, NULL
               FROM awa.ended_jobs t WHERE t.id = p_id) w;
     FOR j IN SELECT * FROM awa.jobs t WHERE t.id = p_id ORDER BY t.entry_id DESC LOOP
         SELECT * INTO e FROM awa.attempt_ends t WHERE t.slot = j.slot AND t.entry_id = j.entry_id;
@@ -516,6 +520,7 @@ BEGIN
             id := j.id; queue := j.queue; kind := j.kind; state := v_state; priority := j.priority;
             attempt := j.attempt; max_attempts := j.max_attempts; args := j.args; metadata := j.metadata;
             tags := j.tags; created_at := coalesce(j.created_at, j.available_at); history := j.history;
+            concurrency_key := j.concurrency_key; ordering_key := j.ordering_key; expires_at := j.expires_at;
             ended_at := v_ended_at;
             v_error := e.error;
         END IF;
@@ -537,6 +542,24 @@ BEGIN
     SELECT t.hostname, t.pid INTO hostname, pid FROM awa.runtime_instances t WHERE t.id = runtime;
     error := CASE WHEN v_state = 'completed' THEN v_error ELSE coalesce(v_error, awa.error_of(v_last)) END;
     RETURN NEXT;
+END $$;
+REVOKE EXECUTE ON FUNCTION awa.find_job_v3(bigint) FROM PUBLIC;
+
+-- For clients of before.
+CREATE OR REPLACE FUNCTION awa.find_job_v2(p_id bigint)
+RETURNS TABLE (id bigint, queue text, kind text, state text, priority smallint, attempt smallint,
+               max_attempts smallint, args json, metadata json, tags text[], created_at timestamptz,
+               run_at timestamptz, claimed_at timestamptz, ended_at timestamptz, elapsed_ms integer, runtime bigint,
+               hostname text, pid integer, waits_for text, error json, history json)
+LANGUAGE plpgsql STABLE SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    RETURN QUERY
+        SELECT f.id, f.queue, f.kind, f.state, f.priority, f.attempt, f.max_attempts, f.args, f.metadata, f.tags,
+               f.created_at, f.run_at, f.claimed_at, f.ended_at, f.elapsed_ms, f.runtime, f.hostname, f.pid,
+               f.waits_for, f.error, f.history
+          FROM awa.find_job_v3(p_id) f;
 END $$;
 
 -- As in 0010_control.sql; likewise.

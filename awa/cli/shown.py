@@ -81,7 +81,10 @@ def print_job(job: JobInfo) -> None:
         rows.append(("metadata", safe(compact(job.metadata))))
     if job.tags:
         rows.append(("tags", ", ".join(map(safe, job.tags))))
-    times = [("created", job.created_at), ("run at", job.run_at), ("claimed", job.claimed_at), ("ended", job.ended_at)]
+    keys = [("concurrency key", job.concurrency_key), ("ordering key", job.ordering_key)]
+    rows += [(name, safe(key)) for name, key in keys if key is not None]
+    times = [("created", job.created_at), ("run at", job.run_at), ("expires", job.expires_at)]
+    times += [("claimed", job.claimed_at), ("ended", job.ended_at)]
     rows += [(name, local_time(at)) for name, at in times if at is not None]
     if job.elapsed_ms is not None:
         rows.append(("ran", f"{job.elapsed_ms:,} ms"))

@@ -36,6 +36,7 @@ OWNERS_FUNCTIONS: Mapping[str, tuple[Part, ...]] = {
     "rotate_v1()": ("worker",),
     "summarize_v1(smallint, bigint, integer)": ("worker",),
     "find_job_v2(bigint)": ("worker", "producer", "reader"),
+    "find_job_v3(bigint)": ("worker", "producer", "reader"),
     "outcome_v1(bigint[])": ("worker", "producer", "reader"),
     "cancel_v1(bigint, text, boolean)": ("worker", "producer"),
     "retry_v1(bigint)": ("worker", "producer"),

@@ -607,6 +607,12 @@ class JobInfo:
     """As JSON gives it, likewise; None when there is none."""
     tags: list[str]
     """For finding it again."""
+    concurrency_key: str | None
+    """Of jobs with this key no more run at once than the queue's ``max_running_per_key``."""
+    ordering_key: str | None
+    """Of jobs with this key the next starts when the one before has ended."""
+    expires_at: datetime | None
+    """When it is cancelled if it has not started; None for never, and of a job that has failed or was cancelled."""
     created_at: datetime
     """When it was inserted."""
     run_at: datetime | None
@@ -624,7 +630,8 @@ class JobInfo:
     pid: int | None
     """Its process there."""
     waits_for: str | None
-    """``time``; ``parent``: for other jobs; or ``kind``: for a worker that knows it."""
+    """``time``; ``parent``: for other jobs; ``kind``: for a worker that knows it; ``key`` or ``order``: for its
+    concurrency key, its ordering key."""
     error: dict[str, Any] | None
     """``type``, ``text``, ``traceback`` of the last attempt that failed or was cancelled; of a completed job, why its
     follow-ups could not be inserted, else None."""
@@ -640,9 +647,10 @@ class JobInfo:
 
 GET = """
     SELECT id, queue, kind, state, priority, attempt, max_attempts, args, metadata, coalesce(tags, '{}') AS tags,
+           concurrency_key, ordering_key, CASE WHEN isfinite(expires_at) THEN expires_at END AS expires_at,
            created_at, run_at, claimed_at, ended_at, elapsed_ms, runtime, hostname, pid, waits_for, error,
            coalesce(history, '[]') AS history
-      FROM awa.find_job_v2(%(id)s::bigint)
+      FROM awa.find_job_v3(%(id)s::bigint)
 """
 
 

@@ -80,7 +80,7 @@ class Position:
 # The columns of JobInfo, in its order; what differs between the sources is put in.
 _COLUMNS = """
            {t}.id, {t}.queue, {t}.kind, {state}, {t}.priority, {t}.attempt, {t}.max_attempts, {t}.args, {t}.metadata,
-           coalesce({t}.tags, '{{}}'), {created_at}, {run_at}, {claimed_at}, {ended_at}, {elapsed_ms}, {runtime},
+           coalesce({t}.tags, '{{}}'), {t}.concurrency_key, {t}.ordering_key, {expires_at}, {created_at}, {run_at}, {claimed_at}, {ended_at}, {elapsed_ms}, {runtime},
            r.hostname, r.pid, {waits_for}, {error}, coalesce({t}.history, '[]')
 """
 
@@ -88,6 +88,7 @@ _COLUMNS = """
 def _columns(table: str, **given: str) -> str:
     """*given* is the SQL of what is not a column of *table* or NULL; the history tells of the last attempt."""
     parts = {
+        "expires_at": f"CASE WHEN isfinite({table}.expires_at) THEN {table}.expires_at END",
         "created_at": f"{table}.created_at",
         "run_at": "NULL::timestamptz",
         "claimed_at": "NULL::timestamptz",
@@ -139,7 +140,7 @@ ENDED_PLACES = """
 
 ENDED_JOBS = f"""
     SELECT (extract(epoch FROM e.ended_at) * 1000000)::bigint, e.id, {
-    _columns("e", state="e.state", ended_at="e.ended_at")
+    _columns("e", state="e.state", ended_at="e.ended_at", expires_at="NULL::timestamptz")
 }
       FROM unnest(%(keys2)s::bigint[]) p(id)
      CROSS JOIN LATERAL (SELECT * FROM awa.ended_jobs e WHERE e.id = p.id LIMIT 1) e
@@ -301,7 +302,7 @@ SOURCES: dict[JobState, tuple[Source, ...]] = {
 
 
 # Where some jobs are: state, source, key, key, 1, slot, queue, lane, entry. What runs and what has completed is told
-# apart as find_job_v2 does it; a job whose row of ended_jobs was deleted is in no list.
+# apart as find_job_v3 does it; a job whose row of ended_jobs was deleted is in no list.
 LOCATE = """
     SELECT w.state, CASE w.state WHEN 'available' THEN 1 ELSE 0 END, w.id, 0::bigint, 1, NULL::smallint, w.queue,
            NULL::smallint, NULL::bigint

@@ -73,7 +73,7 @@ LIST_JOBS = """
     SELECT row_to_json(f)::text
       FROM (SELECT id FROM awa.jobs UNION SELECT id FROM awa.waiting_jobs UNION SELECT id FROM awa.ended_jobs
              ORDER BY id DESC LIMIT %(limit)s::integer) j
-     CROSS JOIN LATERAL awa.find_job_v2(j.id) f
+     CROSS JOIN LATERAL awa.find_job_v3(j.id) f
      ORDER BY j.id
 """
 
@@ -98,7 +98,7 @@ def list_jobs(conn: Driver, schema: Schema, *, limit: int) -> list[JobInfo]:
 def _job(text: str) -> JobInfo:
     told = load_json(text)
     row = {name: told.get(name) for name in _FIELDS}
-    for name in ("created_at", "run_at", "claimed_at", "ended_at"):
+    for name in ("expires_at", "created_at", "run_at", "claimed_at", "ended_at"):
         row[name] = None if row[name] is None else _instant(row[name])
     return JobInfo(**row | {"tags": row["tags"] or [], "history": row["history"] or []})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import psycopg
@@ -545,7 +545,7 @@ def test_every_look_agrees_with_what_is_stored(
                 same = stored[job.id]
                 for name in ("queue", "kind", "state", "priority", "attempt", "max_attempts", "args", "tags"):
                     assert getattr(job, name) == getattr(same, name), (name, job)
-                for name in ("created_at", "run_at", "ended_at", "waits_for", "history"):
+                for name in ("created_at", "run_at", "ended_at", "waits_for", "history", "expires_at"):
                     assert getattr(job, name) == getattr(same, name), (name, job)
                 if wanted in (JobState.RUNNING, JobState.COMPLETED):
                     for name in ("claimed_at", "elapsed_ms", "runtime", "hostname", "pid", "error"):
@@ -796,3 +796,21 @@ def test_another_schema_is_looked_at_alike(empty_database: str) -> None:
     admin = Admin(schema, lambda: psycopg.connect(empty_database, autocommit=True))
     assert {wanted: len(admin.list_jobs(wanted).jobs) for wanted in JobState}[JobState.AVAILABLE] == 1
     assert admin.queue_counts()["q"][JobState.AVAILABLE] == Count(1, True)
+
+
+def test_keys_and_expiry_are_told_of_every_job(conn: Conn, admin: Admin) -> None:
+    """By its id and in lists, wherever it is; an expiry that no datetime holds is told as none."""
+    at = datetime(2199, 1, 1, tzinfo=UTC)
+    insert(conn, 1, 2, 3, key="k", order="o", expires_at=at)
+    conn.execute("INSERT INTO awa.jobs (queue, kind, expires_at) VALUES ('q', 'noop', 'infinity')")
+    claim(conn, register(conn), limit=2)
+    found = sorted(
+        (job for state in ("running", "available") for job in admin.list_jobs(state).jobs), key=lambda job: job.id
+    )
+    assert [(job.waits_for, job.concurrency_key, job.ordering_key, job.expires_at) for job in found] == [
+        (None, "k", "o", at),
+        ("order", "k", "o", at),
+        (None, "k", "o", at),
+        (None, None, None, None),
+    ]
+    assert [jobs.get_job(conn, Schema(), job.id) for job in found] == found
