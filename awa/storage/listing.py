@@ -80,7 +80,8 @@ class Position:
 # The columns of JobInfo, in its order; what differs between the sources is put in.
 _COLUMNS = """
            {t}.id, {t}.queue, {t}.kind, {state}, {t}.priority, {t}.attempt, {t}.max_attempts, {t}.args, {t}.metadata,
-           coalesce({t}.tags, '{{}}'), {t}.concurrency_key, {t}.ordering_key, {expires_at}, {created_at}, {run_at}, {claimed_at}, {ended_at}, {elapsed_ms}, {runtime},
+           coalesce({t}.tags, '{{}}'), {t}.concurrency_key, {t}.ordering_key, {expires_at}, {created_at}, {run_at},
+           {claimed_at}, {ended_at}, {elapsed_ms}, {runtime},
            r.hostname, r.pid, {waits_for}, {error}, coalesce({t}.history, '[]')
 """
 
