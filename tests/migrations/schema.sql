@@ -140,7 +140,7 @@ BEGIN
                     UNION ALL
                     SELECT 1, p_aside, p_since WHERE p_aside IS NOT NULL) l
             WINDOW of_priority AS (PARTITION BY l.lane / 2)) h;
-    IF v_order IS NULL OR v_order = ARRAY(SELECT l FROM unnest(v_order) l 
+    IF v_order IS NULL OR v_order = ARRAY(SELECT l FROM unnest(v_order) l
                                          ORDER BY CASE l WHEN 1 THEN 2 * p_aside - 0.5 ELSE l END) THEN
         RETURN NULL;
     END IF;
