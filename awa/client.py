@@ -392,7 +392,7 @@ class Client:
 
     @property
     def admin(self) -> Admin:
-        """For operators: lists of jobs, counts of queues; retrying, reprioritising and moving a job."""
+        """For operators: looking at jobs and queues; acting on a job; pausing, limiting and clearing a queue."""
         from awa.admin import Admin
 
         return Admin(self._schema, self._own)

@@ -85,7 +85,11 @@ class JobBusy(AwaError):
 
 
 class QueueNotFound(AwaError, LookupError):
-    """Nothing is known of the queue: it has no jobs, nothing was said of it, and no worker serves it."""
+    """Nothing is known of the queue: it has no jobs, nothing was said of it, and no worker serves it.
+
+    Attributes:
+        queue: The name that was asked for.
+    """
 
     def __init__(self, message: str, *, queue: str) -> None:
         super().__init__(message)

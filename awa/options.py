@@ -1,4 +1,4 @@
-"""The rules for a job's options, the same for a task's declaration and for an insert.
+"""The rules for what may be said of jobs and queues, the same in a declaration, an insert and an operator's call.
 
 Each ``check_…`` returns the value as it is stored or raises ValidationError with ``.path``, ``.value`` and ``.limit``.
 """

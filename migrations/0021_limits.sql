@@ -1,7 +1,7 @@
 -- Limits: how many attempts may run at once, how many may start in a while, and which jobs have to wait for each other.
 --
--- Functions only; it replaces awa.claim_v1, awa.prune_v2 and awa.conclude, with the same meaning for who knows nothing of
--- this. Waits for no table. Works with awa 0.1 and later: workers of before keep the limits too, since they claim by
+-- A type and functions; it replaces awa.claim_v1, awa.carry_v1, awa.prune_v2 and awa.conclude, with the same meaning for
+-- who knows nothing of this. Waits for no table. Works with awa 0.1 and later: workers of before keep the limits too, since they claim by
 -- these functions; they merely ask more often than need be when a queue is paused or full.
 --
 -- All of it happens in the claim, under the queue's claim lock. Whatever ends an attempt writes the end and nothing
@@ -397,16 +397,16 @@ BEGIN
                     UNION ALL
                     SELECT 1, p_aside, p_since WHERE p_aside IS NOT NULL) l
             WINDOW of_priority AS (PARTITION BY l.lane / 2)) h;
-    IF v_order IS NULL OR v_order = ARRAY(SELECT l FROM unnest(v_order) l 
+    IF v_order IS NULL OR v_order = ARRAY(SELECT l FROM unnest(v_order) l
                                          ORDER BY CASE l WHEN 1 THEN 2 * p_aside - 0.5 ELSE l END) THEN
         RETURN NULL;
     END IF;
     RETURN v_order || ARRAY(SELECT l::smallint FROM generate_series(2, 9) l WHERE l <> ALL (v_order) ORDER BY l);
 END $$;
 
--- Take entries out of their lanes which a claim has met and that cannot run: for each the reason. 'kind', 'key' and
--- 'order' wait for that, with their ordering key unless it is that they wait for. 'expired' is cancelled, with what follows. The
--- caller holds the queue's claim lock.
+-- Take entries out of their lanes that a claim has met and that cannot run, for each the reason. Those with 'kind', 'key'
+-- and 'order' wait for that, and have their ordering key meanwhile unless it is what they wait for. Those with 'expired'
+-- are cancelled, with what follows. The caller holds the queue's claim lock.
 CREATE FUNCTION awa.set_aside(p_queue text, p_slots smallint[], p_lanes smallint[], p_xids xid8[], p_entries bigint[],
                               p_whys text[]) RETURNS void
 LANGUAGE plpgsql VOLATILE

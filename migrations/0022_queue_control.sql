@@ -155,6 +155,7 @@ DECLARE
 BEGIN
     PERFORM awa.check_queue(p_queue);
     PERFORM awa.limits_of(NULL, p_overrides);
+    PERFORM awa.limits_of(NULL, (SELECT json_object_agg(c, NULL::text) FROM unnest(p_cleared) c));
     IF NOT awa.lock_queue(p_queue, 1) THEN
         RETURN 'busy';
     END IF;

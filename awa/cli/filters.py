@@ -18,6 +18,9 @@ from awa.storage.jobs import JobInfo
 
 KEYS = ("id", "kind", "queue", "state", "tag")
 
+WAITING = (JobState.SCHEDULED, JobState.AVAILABLE, JobState.RETRYABLE, JobState.WAITING_EXTERNAL)
+"""The states of jobs that wait or are available."""
+
 
 @dataclass(frozen=True, slots=True)
 class Filter:
@@ -73,7 +76,7 @@ def parse_filter(words: Sequence[str]) -> Filter:
             case "state":
                 states += [_read_state(text) for text in value.split(",")]
             case _ if key in named:
-                raise click.UsageError(f"{key} is given twice, and a job has one: give it once")
+                raise click.UsageError(f"{key} is given twice, and a filter has one: give it once")
             case _:
                 named[key] = _checked(key, value)
     return Filter(tuple(dict.fromkeys(ids)), tuple(dict.fromkeys(states)), **named)
@@ -108,7 +111,7 @@ def _read_state(text: str) -> JobState:
 def _checked(key: str, value: str) -> str:
     try:
         if key == "tag":
-            return options.check_tags([value], "tag")[0]
+            return options.check_tag(value)
         return options.check_queue(value) if key == "queue" else options.check_kind(value)
     except ValidationError as error:
         raise click.UsageError(str(error)) from None

@@ -12,7 +12,7 @@ import click
 
 from awa.cli import EXIT_NOT_FOUND, bulk
 from awa.cli.asking import asking_options
-from awa.cli.filters import Walk, parse_filter, parse_ids
+from awa.cli.filters import WAITING, Walk, parse_filter, parse_ids
 from awa.cli.output import as_json, echo, print_json, safe
 from awa.cli.shown import JobTable, job_facts, print_job
 from awa.cli.target import Target, refuse_address, with_target
@@ -24,8 +24,6 @@ from awa.options import AFTER_FAILED, check_priority, check_queue, check_reason
 
 LISTED = 20
 """Jobs that a list shows when nobody says how many."""
-
-_WAITING = (JobState.SCHEDULED, JobState.AVAILABLE, JobState.RETRYABLE, JobState.WAITING_EXTERNAL)
 
 
 @click.group()
@@ -201,7 +199,7 @@ def cancel(target: Target, words: tuple[str, ...], force: bool, reason: str | No
     A filter that names no state means all that have not ended. Asks first; without a terminal it needs --yes.
     """
     check_reason(reason)
-    states = (*_WAITING, JobState.RUNNING)
+    states = (*WAITING, JobState.RUNNING)
     action = bulk.Action("cancel", states, lambda client, id: client.cancel(id, reason=reason, force=force), True)
     _run(target, action, words, **flags)
 
@@ -227,7 +225,7 @@ def move(target: Target, queue: str, words: tuple[str, ...], **flags: bool) -> N
     """
     check_queue(queue)
     action = bulk.Action(
-        "move", _WAITING, lambda client, id: client.admin.move(id, queue), object=f"to queue {safe(queue)}"
+        "move", WAITING, lambda client, id: client.admin.move(id, queue), object=f"to queue {safe(queue)}"
     )
     _run(target, action, words, **flags)
 
@@ -243,7 +241,7 @@ def priority(target: Target, priority: int, words: tuple[str, ...], **flags: boo
     check_priority(priority)
     action = bulk.Action(
         "reprioritise",
-        _WAITING,
+        WAITING,
         lambda client, id: client.admin.set_priority(id, priority),
         object=f"to priority {priority}",
     )

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from awa.cli.asking import ask, asking_options, check_answerable
+from awa.cli.filters import WAITING
 from awa.cli.output import Cell, Column, Table, echo, facts, local_time, plain, print_facts, print_json, safe, styled
 from awa.cli.target import Target, refuse_address, this_user, with_target
 from awa.cli.values import most, rate, rate_text
@@ -20,7 +21,6 @@ from awa.storage.queues import Count
 LIMITS = {"max-running": "max_running", "rate-limit": "rate_limit", "max-per-key": "max_running_per_key"}
 """What the options say, and what it is called in Python and JSON."""
 
-WAITING = (JobState.SCHEDULED, JobState.AVAILABLE, JobState.RETRYABLE, JobState.WAITING_EXTERNAL)
 ENDED = (JobState.FAILED, JobState.CANCELLED)
 
 _COLUMNS = (
@@ -164,13 +164,13 @@ def resume(target: Target, name: str) -> None:
     _answer(target, info, f"queue {safe(name)} is open")
 
 
-@queue.command("cancel-waiting", short_help="Cancel every job that is not running.")
+@queue.command("cancel-waiting", short_help="Cancel every job that waits or is available.")
 @_name
 @click.option("--reason", metavar="TEXT", help="Why, for the jobs' history.")
 @asking_options
 @with_target
 def cancel_waiting(target: Target, name: str, reason: str | None, is_sure: bool, is_dry: bool) -> None:
-    """Cancel every job of the queue that is not running, after telling how many there are."""
+    """Cancel every job of the queue that waits or is available, after telling how many there are."""
     check_queue(name)
     check_reason(reason)
     check_answerable(is_sure, is_dry)

@@ -20,6 +20,7 @@ _UNITS = {
     **dict.fromkeys(("h", "hour", "hours"), 3600.0),
     **dict.fromkeys(("d", "day", "days"), 86_400.0),
 }
+_SHOWN = (("d", 86_400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?"
 
 
@@ -96,6 +97,3 @@ def rate_text(limit: RateLimit) -> str:
     many = "" if limit.per == size else f"{limit.per / size:.15g}"
     burst = "" if limit.burst == math.ceil(limit.count) else f":burst={limit.burst}"
     return f"{limit.count:.15g}/{many}{unit}{burst}"
-
-
-_SHOWN = (("d", 86_400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))

@@ -123,7 +123,6 @@ def find_mismatches(conn: Connection[Any], schema: Schema) -> list[Mismatch]:
         return cursor.execute(schema.sql(FIND), prepare=False).fetchall()
 
 
-# The newest of those that are too many: the older ones were within the limit that there was.
 OVER = """
     WITH attempt AS (
         SELECT o.queue, left(j.concurrency_key, 201) AS key

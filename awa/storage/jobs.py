@@ -630,8 +630,8 @@ class JobInfo:
     pid: int | None
     """Its process there."""
     waits_for: str | None
-    """``time``; ``parent``: for other jobs; ``kind``: for a worker that knows it; ``key`` or ``order``: for its
-    concurrency key, its ordering key."""
+    """``time``; ``parent``: for other jobs; ``kind``: for a worker that knows it; ``key`` or ``order``: while others
+    have its concurrency_key, or its ordering_key."""
     error: dict[str, Any] | None
     """``type``, ``text``, ``traceback`` of the last attempt that failed or was cancelled; of a completed job, why its
     follow-ups could not be inserted, else None."""

@@ -254,8 +254,11 @@ def _said(conn: Connection[Any], schema: Schema, queue: str, text: str, params: 
 
 
 def _busy(queue: str) -> QueueBusy:
-    text = f"queue {queue!a} was held by claims, or by another operator, for a second: nothing was changed, try again"
-    return QueueBusy(text, queue=queue)
+    return QueueBusy(
+        f"queue {queue!a} was held by claims, or by another operator, for a second or two: nothing was changed,"
+        " try again",
+        queue=queue,
+    )
 
 
 def _ask(conn: Connection[Any], schema: Schema, queue: str, text: str, params: dict[str, Any]) -> Any:

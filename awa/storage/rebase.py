@@ -270,6 +270,7 @@ SINK = """
      WHERE j.slot = a.slot AND j.queue = a.queue AND j.lane = a.lane AND j.xid = a.xid AND j.entry_id = a.entry_id
 """
 
+# What limits went by named attempts that are over: the next claim counts anew.
 BEGIN_ANEW = """
     INSERT INTO awa.frontiers AS t (queue, claim_id, frontier)
     SELECT q.queue, nextval('awa.claim_id_seq'),

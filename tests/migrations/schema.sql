@@ -140,7 +140,7 @@ BEGIN
                     UNION ALL
                     SELECT 1, p_aside, p_since WHERE p_aside IS NOT NULL) l
             WINDOW of_priority AS (PARTITION BY l.lane / 2)) h;
-    IF v_order IS NULL OR v_order = ARRAY(SELECT l FROM unnest(v_order) l 
+    IF v_order IS NULL OR v_order = ARRAY(SELECT l FROM unnest(v_order) l
                                          ORDER BY CASE l WHEN 1 THEN 2 * p_aside - 0.5 ELSE l END) THEN
         RETURN NULL;
     END IF;
@@ -2327,6 +2327,7 @@ DECLARE
 BEGIN
     PERFORM awa.check_queue(p_queue);
     PERFORM awa.limits_of(NULL, p_overrides);
+    PERFORM awa.limits_of(NULL, (SELECT json_object_agg(c, NULL::text) FROM unnest(p_cleared) c));
     IF NOT awa.lock_queue(p_queue, 1) THEN
         RETURN 'busy';
     END IF;

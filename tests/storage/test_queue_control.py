@@ -298,6 +298,14 @@ def test_sql_that_cannot_be_meant_is_refused(conn: Conn, said: dict[str, Any], n
     assert scalar(conn, "SELECT count(*) FROM awa.queue_meta") == 0
 
 
+def test_to_clear_what_is_no_limit_is_refused(conn: Conn) -> None:
+    limit(conn, max_running=3)
+    with pytest.raises(psycopg.errors.InvalidParameterValue, match="there is no limit max_runing"):
+        limit(conn, cleared=["rate_limit", "max_runing"])
+    assert limit(conn, cleared=["rate_limit"]) == "nothing"
+    assert limit(conn, cleared=["max_running"]) == "limited"
+
+
 def test_an_old_snapshot_is_refused(conn: Conn) -> None:
     """Guard: it would not see the claim that the lock has waited for."""
     for call in (lambda: pause(conn), lambda: limit(conn, max_running=1), lambda: declare(conn, max_running=1)):

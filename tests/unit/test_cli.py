@@ -56,7 +56,7 @@ def test_words_make_a_filter() -> None:
         ("٣", "is no filter"),
         ("queue:", "queue is empty"),
         ("kind:" + "k" * 201, "kind has 201 characters"),
-        ("tag:", "tag[0] is empty"),
+        ("tag:", "tag is empty"),
         ("kind:\x1b[2Jx\0", "contains NUL"),
     ],
 )
@@ -67,9 +67,10 @@ def test_a_word_that_is_no_filter_is_refused_with_what_there_is(word: str, said:
     assert "\x1b" not in raised.value.message
 
 
-def test_what_a_job_has_one_of_is_given_once() -> None:
-    with pytest.raises(click.UsageError, match="queue is given twice"):
-        parse_filter(["queue:a", "queue:b"])
+@pytest.mark.parametrize("key", ["queue", "kind", "tag"])
+def test_what_a_filter_has_one_of_is_given_once(key: str) -> None:
+    with pytest.raises(click.UsageError, match=f"{key} is given twice, and a filter has one"):
+        parse_filter([f"{key}:a", f"{key}:b"])
 
 
 def test_ids_are_ids_only() -> None:

@@ -16,12 +16,7 @@ LAYERS = [
     {"errors", "_core", "version", "lent"},  # lent: the types of what conn= takes
     {
         *("job", "args", "unique", "retry", "cron", "descriptors", "registry", "config", "metrics"),
-        *(
-            "options",
-            "failure",
-            "trace",
-            "limits",
-        ),  # what job, registry and insert refuse alike; what a failed attempt leaves
+        *("options", "failure", "trace", "limits"),  # what all of them refuse alike; what a failed attempt leaves
     },
     {"storage"},
     {"insert"},
