@@ -18,7 +18,7 @@ from awa.options import check_queue, check_reason
 from awa.storage.queue_control import QueueInfo
 from awa.storage.queues import Count
 
-LIMITS = {"max-running": "max_running", "rate-limit": "rate_limit", "max-per-key": "max_running_per_key"}
+LIMITS = {"max-running": "max_running", "rate-limit": "rate_limit", "max-running-per-key": "max_running_per_key"}
 """What the options say, and what it is called in Python and JSON."""
 
 ENDED = (JobState.FAILED, JobState.CANCELLED)
@@ -241,7 +241,9 @@ def _would(target: Target, name: str, counts: dict[str, int | Count], text: str)
 @_name
 @click.option("--max-running", type=most, metavar="N|none", help="Attempts at once, of all workers together.")
 @click.option("--rate-limit", type=rate, metavar="RATE|none", help="Attempts in a time: 50/s, 100/min:burst=20.")
-@click.option("--max-per-key", type=most, metavar="N|none", help="Attempts at once with the same concurrency_key.")
+@click.option(
+    "--max-running-per-key", type=most, metavar="N|none", help="Attempts at once with the same concurrency_key."
+)
 @click.option(
     "--clear",
     "cleared",

@@ -158,13 +158,15 @@ def test_limits_are_declared_overridden_and_cleared(run: Run, conn: Conn, client
     assert rows(run("limits", "mail")) == {
         "max-running": ["20", "-", "20"],
         "rate-limit": ["50/s", "-", "50/s"],
-        "max-per-key": ["none", "-", "none"],
+        "max-running-per-key": ["none", "-", "none"],
     }
-    set_now = run("limits", "mail", "--max-running", "none", "--rate-limit", "100/min:burst=20", "--max-per-key", "1")
+    set_now = run(
+        "limits", "mail", "--max-running", "none", "--rate-limit", "100/min:burst=20", "--max-running-per-key", "1"
+    )
     assert rows(set_now) == {
         "max-running": ["20", "none", "none"],
         "rate-limit": ["50/s", "100/min:burst=20", "100/min:burst=20"],
-        "max-per-key": ["none", "1", "1"],
+        "max-running-per-key": ["none", "1", "1"],
     }
     assert f" by {this_user()}\n" in set_now.stdout
     assert client.admin.get_queue("mail").limits == awa.Limits(None, awa.RateLimit(100, per=60, burst=20), 1)
@@ -178,10 +180,10 @@ def test_limits_are_declared_overridden_and_cleared(run: Run, conn: Conn, client
     assert (found["overrides_by"], found["declared"]["max_running"]) == ("ada", 20)
     assert found["limits"]["rate_limit"] == {"count": 100.0, "per": 60.0, "burst": 20}
 
-    assert rows(run("limits", "mail", "--clear", "rate-limit", "--clear", "max-per-key")) == {
+    assert rows(run("limits", "mail", "--clear", "rate-limit", "--clear", "max-running-per-key")) == {
         "max-running": ["20", "3", "3"],
         "rate-limit": ["50/s", "-", "50/s"],
-        "max-per-key": ["none", "-", "none"],
+        "max-running-per-key": ["none", "-", "none"],
     }
     run("limits", "mail", "--clear", "all")
     assert client.admin.get_queue("mail").limits == declared
