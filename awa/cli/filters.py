@@ -64,8 +64,11 @@ def parse_filter(words: Sequence[str]) -> Filter:
         if not colon and re.fullmatch(r"[0-9]+", word, re.ASCII):
             key, value = "id", word
         elif not colon or key not in KEYS:
+            keyed = re.match(rf"(?:--)?({'|'.join(KEYS)})=", word)
+            meant = f"; for {short(word, 40)} say {keyed[1]}:{short(word[keyed.end() :], 40)}" if keyed else ""
             raise click.UsageError(
                 f"{short(repr(word), 80)} is no filter: give a job's id, or KEY:VALUE; the keys are {', '.join(KEYS)}"
+                f"{meant}"
             )
         match key:
             case "id":
@@ -73,7 +76,7 @@ def parse_filter(words: Sequence[str]) -> Filter:
             case "state":
                 states += [_read_state(text) for text in value.split(",")]
             case _ if key in named:
-                raise click.UsageError(f"{key} is given twice, and a job has one: give it once")
+                raise click.UsageError(f"{key} is given twice: a filter has one {key}")
             case _:
                 named[key] = _checked(key, value)
     return Filter(tuple(dict.fromkeys(ids)), tuple(dict.fromkeys(states)), **named)

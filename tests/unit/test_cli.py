@@ -70,6 +70,8 @@ def test_a_word_that_is_no_filter_is_refused_with_what_there_is(word: str, said:
 def test_what_a_job_has_one_of_is_given_once() -> None:
     with pytest.raises(click.UsageError, match="queue is given twice"):
         parse_filter(["queue:a", "queue:b"])
+    with pytest.raises(click.UsageError, match="tag is given twice: a filter has one tag"):
+        parse_filter(["tag:a", "tag:b"])
 
 
 def test_ids_are_ids_only() -> None:
@@ -292,6 +294,15 @@ def test_a_rate_that_cannot_hold_says_why() -> None:
         (["queue", "limits", "mail", "--by", "ada"], "who changes a limit"),
         (["queue", "limits", "mail", "--rate-limit", "0/s"], "count must be above 0"),
         (["queue", "limits", "mail", "--rate-limit", "fast"], "is no rate"),
+        (["queue", "limits", "mail", "--max-running", "-1"], "'-1' is no whole number from 1 on"),
+        (["queue", "limits", "mail", "--max-running", "0"], "0 would start none: pause the queue"),
+        (["job", "list", "--queue", "mail"], "a filter is a word, such as queue:email"),
+        (["job", "retry", "--state", "failed"], "a filter is a word, such as state:failed"),
+        (["job", "list", "--colour", "red"], "--colour"),
+        (["job", "list", "state=failed"], "for state=failed say state:failed"),
+        (["worker", "shop"], "`python -m awa.worker MODULE`"),
+        (["jobs", "list"], "did you mean `awa job`?"),
+        (["wurst"], "wurst"),
     ],
 )
 def test_usage_errors_come_before_any_connection(arguments: list[str], said: str) -> None:
@@ -311,6 +322,9 @@ def test_usage_errors_come_before_any_connection(arguments: list[str], said: str
         ["job", "insert", "send", f"password=s3cret {ADDRESS}"],
         ["job", "list", "--limit", ADDRESS],
         ["job", "list", f"queue:{ADDRESS}"],
+        ["job", "list", f"queue={ADDRESS}"],
+        ["job", "list", f"--queue={ADDRESS}"],
+        [ADDRESS],
         ["job", "insert", "send", "--app", ADDRESS],
         *(["queue", command, ADDRESS] for command in ("show", "pause", "purge", "limits")),
         ["queue", "limits", "mail", "--rate-limit", ADDRESS],
