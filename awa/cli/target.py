@@ -98,7 +98,7 @@ class Target:
             if not self.is_quiet:
                 echo(describe(conn.info, client._schema.name), err=True)
             # a producer may not read what is applied; what it calls tells
-            with suppress(psycopg.errors.InsufficientPrivilege), conn.transaction():
+            with suppress(psycopg.errors.InsufficientPrivilege):
                 check_schema(conn, client._schema)
 
 
