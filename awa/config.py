@@ -204,7 +204,7 @@ def _queue_spec(value: object) -> QueueSpec:
         raise _Refused(f"queue names of 1 to {MAX_NAME} characters without NUL and lone surrogates") from None
     most, least, weight = spec.max_workers, spec.min_workers, spec.weight
     if most is not None and (type(most) is not int or most < 1):
-        raise _Refused("at least one worker for a queue, as in NAME:1")
+        raise _Refused("as max a whole number of threads from 1 on, as in NAME:1")
     if type(least) is not int or least < 0 or (most is not None and least > most):
         raise _Refused("as min a whole number of threads, no more than max, as in NAME:min=1,max=2")
     if type(weight) is not int or not 1 <= weight <= MOST_WEIGHT:
@@ -316,6 +316,10 @@ def _parse(name: str, value: object, source: str) -> Any:
         raise ConfigError(f"{name} is {mask(repr(value))} (from {source}): give {refused}") from None
 
 
+def _flag(name: str) -> str:
+    return "--queue" if name == "queues" else "--" + name.replace("_", "-")
+
+
 def load_settings(
     arguments: Mapping[str, object] | None = None,
     *,
@@ -345,7 +349,7 @@ def load_settings(
     given: list[tuple[str, object, str]] = []  # weakest first
     given += [(name, environ[key], key) for name in _PARSERS if environ.get(key := f"AWA_{name.upper()}", "").strip()]
     given += [(name, value, config_key(name)) for name, value in (config or {}).items()]
-    given += [(name, value, "--" + name.replace("_", "-")) for name, value in (flags or {}).items()]
+    given += [(name, value, _flag(name)) for name, value in (flags or {}).items()]
     given += [(name, value, "argument") for name, value in (arguments or {}).items()]
 
     values: dict[str, Any] = {}

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from awa.errors import ValidationError
 from awa.job import as_seconds
-from awa.options import check_burst, check_max_running
+from awa.options import check_burst, check_max_running, shown
 
 MOST_STARTS: Final = 1_000_000.0
 """Most attempts of a RateLimit, and most that it may come to in a second."""
@@ -78,11 +78,12 @@ def _check_count(value: object) -> float:
     limit = (0, MOST_STARTS)
     # bool is an int to Python, but True is no number of attempts.
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        text = f"count must be a number above 0, up to {MOST_STARTS:,.0f}, got a {type(value).__name__}"
+        text = f"count must be a number above 0, up to {MOST_STARTS:,.0f}, got {shown(value)}"
         raise ValidationError(text, path="count", value=value, limit=limit)
     if not 0 < value <= MOST_STARTS:  # NaN is not either
-        shown = value if isinstance(value, float) or abs(value) < 10**20 else "an int of many digits"
-        text = f"count must be above 0, up to {MOST_STARTS:,.0f}, got {shown}: to start no attempts pause the queue"
+        text = (
+            f"count must be above 0, up to {MOST_STARTS:,.0f}, got {shown(value)}: to start no attempts pause the queue"
+        )
         raise ValidationError(text, path="count", value=value, limit=limit)
     return float(value)
 
@@ -90,8 +91,7 @@ def _check_count(value: object) -> float:
 def check_rate_limit(value: object, path: str = "rate_limit") -> RateLimit:
     """A :class:`RateLimit`."""
     if not isinstance(value, RateLimit):
-        shown = type(value).__name__
-        text = f"{path} must be an awa.RateLimit, such as awa.RateLimit(50, per=1.0), got a {shown}"
+        text = f"{path} must be an awa.RateLimit, such as awa.RateLimit(50, per=1.0), got {shown(value)}"
         raise ValidationError(text, path=path, value=value)
     return value
 

@@ -38,6 +38,7 @@ __all__ = [
     "check_timeout",
     "declared",
     "milliseconds",
+    "shown",
 ]
 
 T = TypeVar("T")
@@ -121,7 +122,7 @@ def check_run_at(value: object, path: str = "run_at") -> datetime:
     """An aware datetime within the years 1970 to 9999, in UTC."""
     limit = f"{FIRST_YEAR}-{LAST_YEAR}"
     if not isinstance(value, datetime):
-        raise _refused(f"{path} must be a datetime, got {type(value).__name__}", path, value, limit)
+        raise _refused(f"{path} must be a datetime, got {shown(value)}", path, value, limit)
     if value.utcoffset() is None:
         raise _refused(
             f"{path} {value.isoformat()} is naive: say which time zone, for example with "
@@ -177,7 +178,7 @@ def check_job_ids(value: object, most: int, path: str = "ids") -> list[int]:
     """The ids of 1 to *most* jobs, each once."""
     limit = (1, most)
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-        raise _refused(f"{path} must be a list of job ids, got {_shown(value)}", path, value, limit)
+        raise _refused(f"{path} must be a list of job ids, got {shown(value)}", path, value, limit)
     found = [check_job_id(job, f"{path}[{position}]") for position, job in enumerate(islice(value, most + 1))]
     if not 1 <= len(found) <= most:
         many = f"more than {most:,} ids: ask for some of them at a time" if found else "no ids: leave it out for all"
@@ -208,7 +209,7 @@ def check_after(value: object, path: str = "after") -> tuple[int, ...]:
 def _check_parent(job: object, path: str) -> int:
     job_id = getattr(job, "id", job)
     if isinstance(job_id, bool) or not isinstance(job_id, int):
-        text = f"{path} must be a job or its id, got {_shown(job)}: give what insert returned"
+        text = f"{path} must be a job or its id, got {shown(job)}: give what insert returned"
         raise _refused(text, path, job, MAX_PARENTS)
     return check_job_id(job_id, path)
 
@@ -216,14 +217,14 @@ def _check_parent(job: object, path: str) -> int:
 def check_after_failed(value: object, path: str = "after_failed") -> str:
     """What becomes of a job when one that it runs after does not complete: ``cancel``, ``run`` or ``discard``."""
     if not isinstance(value, str) or value not in AFTER_FAILED:
-        raise _refused(f"{path} must be 'cancel', 'run' or 'discard', got {_shown(value)}", path, value, AFTER_FAILED)
+        raise _refused(f"{path} must be 'cancel', 'run' or 'discard', got {shown(value)}", path, value, AFTER_FAILED)
     return value
 
 
 def check_flag(value: object, path: str) -> bool:
     """True or False, and nothing that merely looks like it."""
     if not isinstance(value, bool):
-        raise _refused(f"{path} must be True or False, got {_shown(value)}", path, value, (False, True))
+        raise _refused(f"{path} must be True or False, got {shown(value)}", path, value, (False, True))
     return value
 
 
@@ -252,10 +253,10 @@ def declared(check: Callable[[Any], T], value: object) -> T:
 def _check_int(value: object, path: str, first: int, last: int, hint: str) -> int:
     # bool is an int to Python, but True is not a priority.
     if isinstance(value, bool) or not isinstance(value, int):
-        raise _refused(f"{path} must be an int from {first} to {last}, got {_shown(value)}", path, value, (first, last))
+        raise _refused(f"{path} must be an int from {first} to {last}, got {shown(value)}", path, value, (first, last))
     if not first <= value <= last:
         raise _refused(
-            f"{path} must be from {first} to {last} ({hint}), got {_shown(value)}", path, value, (first, last)
+            f"{path} must be from {first} to {last} ({hint}), got {shown(value)}", path, value, (first, last)
         )
     return int(value)
 
@@ -267,7 +268,7 @@ def _check_name(value: object, path: str) -> str:
 def _check_text(value: object, path: str, most: int, hint: str) -> str:
     """*value* when it is text that PostgreSQL stores: 1 to *most* characters, no NUL, no lone surrogate."""
     if not isinstance(value, str):
-        raise _refused(f"{path} must be a str of 1 to {most} characters, got {_shown(value)}", path, value, most)
+        raise _refused(f"{path} must be a str of 1 to {most} characters, got {shown(value)}", path, value, most)
     # The plain text: members of a StrEnum are welcome and stored as what they say.
     text = str.__str__(value)
     if not text:
@@ -281,7 +282,7 @@ def _check_text(value: object, path: str, most: int, hint: str) -> str:
     return text
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """What was given, short: of what is no plain value only the type."""
     if type(value) is int and abs(value) >= 10**20:
         return "an int of many digits"

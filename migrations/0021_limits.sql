@@ -914,7 +914,7 @@ BEGIN
                 '{}', '{}',
                 CASE WHEN m.max_running IS NOT NULL OR m.rate IS NOT NULL THEN v_state END);
         v_direct := NULL;
-        IF v_round = 20 OR clock_timestamp() - v_started > interval '50 ms' THEN
+        IF v_round = 20 OR clock_timestamp() - v_started > interval '500 ms' THEN
             v_flags := v_flags | 4;          -- others wait for the lock, and who holds it for seconds is ended
             EXIT rounds;
         END IF;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from collections.abc import Callable
 from functools import wraps
@@ -120,6 +121,19 @@ class _Main(click.Group):
         command = getattr(importlib.import_module(f"awa.cli.{cmd_name}"), cmd_name)
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click does; who looks for a worker here is told where it is, and a name that is nearly one is told."""
+        name = args[0]
+        if name not in _COMMANDS and not name.startswith("-"):
+            near = difflib.get_close_matches(name, _COMMANDS, 1)
+            if name in ("worker", "work", "run"):
+                ctx.fail(f"no such command {name!r}: a worker is started by `python -m awa.worker MODULE`")
+            if near:
+                ctx.fail(f"no such command {name!r}: did you mean `awa {near[0]}`?")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -115,7 +115,8 @@ def run(target: Target, action: Action, wanted: Filter, *, takes_all: bool, is_s
             if is_dry:
                 return EXIT_NOT_FOUND if found.missing else 0
             if asks and found.ids:
-                ask(f"{_said(action, len(found.ids))}?")
+                question = _said(action, len(found.ids))
+                ask(f"{question[0].upper()}{question[1:]}?")
         # what a filter found has ended or been removed meanwhile, which is nobody's mistake
         return _do(target, client, action, found, may_be_gone=not wanted.has_only_ids)
 
@@ -139,7 +140,7 @@ def _find(client: Client, action: Action, wanted: Filter) -> _Found:
 
 def _said(action: Action, count: int) -> str:
     many = "1 job" if count == 1 else f"{count:,} jobs"
-    return f"{action.name.capitalize()} {many}{action.object and ' ' + action.object}"
+    return f"{action.name} {many}{action.object and ' ' + action.object}"
 
 
 def _preview(target: Target, action: Action, found: _Found, *, is_dry: bool) -> None:
@@ -164,7 +165,7 @@ def _preview(target: Target, action: Action, found: _Found, *, is_dry: bool) -> 
         echo(f"{job_id}  not found", err=err)
     if is_dry:
         states = ", ".join(f"{count:,} {state}" for state, count in found.states.items())
-        echo(f"would {_said(action, len(found.ids)).lower()}{states and ': ' + states}; nothing was changed")
+        echo(f"would {_said(action, len(found.ids))}{states and ': ' + states}; nothing was changed")
 
 
 def _do(target: Target, client: Client, action: Action, found: _Found, *, may_be_gone: bool) -> int:

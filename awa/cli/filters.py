@@ -67,8 +67,11 @@ def parse_filter(words: Sequence[str]) -> Filter:
         if not colon and re.fullmatch(r"[0-9]+", word, re.ASCII):
             key, value = "id", word
         elif not colon or key not in KEYS:
+            keyed = re.match(rf"(?:--)?({'|'.join(KEYS)})=", word)
+            meant = f"; for {short(word, 40)} say {keyed[1]}:{short(word[keyed.end() :], 40)}" if keyed else ""
             raise click.UsageError(
                 f"{short(repr(word), 80)} is no filter: give a job's id, or KEY:VALUE; the keys are {', '.join(KEYS)}"
+                f"{meant}"
             )
         match key:
             case "id":

@@ -12,7 +12,7 @@ import click
 
 from awa.cli import EXIT_NOT_FOUND, bulk
 from awa.cli.asking import asking_options
-from awa.cli.filters import WAITING, Walk, parse_filter, parse_ids
+from awa.cli.filters import KEYS, WAITING, Walk, parse_filter, parse_ids
 from awa.cli.output import as_json, echo, print_json, safe
 from awa.cli.shown import JobTable, job_facts, print_job
 from awa.cli.target import Target, refuse_address, with_target
@@ -35,11 +35,30 @@ def job() -> None:
     """
 
 
+class _Filtered(click.Command):
+    """A command that takes a filter, and says so to who types it as options."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click does."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            key = error.option_name.lstrip("-")
+            if key not in KEYS:
+                raise
+            raise click.UsageError(
+                f"no such option {error.option_name}: a filter is a word, such as {_EXAMPLES[key]}", ctx
+            ) from None
+
+
+_EXAMPLES = {"id": "id:12", "kind": "kind:send_email", "queue": "queue:email", "state": "state:failed", "tag": "tag:eu"}
+
+
 def _words(name: str, *, is_required: bool = False) -> Callable[..., Any]:
     return click.argument("words", metavar=name, nargs=-1, required=is_required, callback=refuse_address)
 
 
-@job.command("list")
+@job.command("list", cls=_Filtered)
 @_words("[FILTER]...")
 @click.option("--limit", type=click.IntRange(min=1), default=LISTED, show_default=True, help="Most jobs to show.")
 @click.option("--all", "shows_all", is_flag=True, help="Show all of them, however many there are.")
@@ -189,7 +208,7 @@ def _run(target: Target, action: bulk.Action, words: tuple[str, ...], **flags: b
     click.get_current_context().exit(code)
 
 
-@job.command(short_help="Cancel jobs, or have running ones told to stop.")
+@job.command(cls=_Filtered, short_help="Cancel jobs, or have running ones told to stop.")
 @click.option("--force", is_flag=True, help="End running attempts at once, instead of telling their handlers.")
 @click.option("--reason", metavar="TEXT", help="Why, for the jobs' history.")
 @_ids_or_filter("Cancel")
@@ -204,7 +223,7 @@ def cancel(target: Target, words: tuple[str, ...], force: bool, reason: str | No
     _run(target, action, words, **flags)
 
 
-@job.command(short_help="Run jobs again, from their first attempt on.")
+@job.command(cls=_Filtered, short_help="Run jobs again, from their first attempt on.")
 @_ids_or_filter("Retry")
 def retry(target: Target, words: tuple[str, ...], **flags: bool) -> None:
     """Run jobs again, from their first attempt on: failed and cancelled ones, and now those that wait for a time.
@@ -215,7 +234,7 @@ def retry(target: Target, words: tuple[str, ...], **flags: bool) -> None:
     _run(target, action, words, **flags)
 
 
-@job.command(short_help="Move jobs to the end of another queue.")
+@job.command(cls=_Filtered, short_help="Move jobs to the end of another queue.")
 @click.argument("queue", callback=refuse_address)
 @_ids_or_filter("Move")
 def move(target: Target, queue: str, words: tuple[str, ...], **flags: bool) -> None:
@@ -230,7 +249,7 @@ def move(target: Target, queue: str, words: tuple[str, ...], **flags: bool) -> N
     _run(target, action, words, **flags)
 
 
-@job.command(short_help="Give jobs another priority.")
+@job.command(cls=_Filtered, short_help="Give jobs another priority.")
 @click.argument("priority", type=int, metavar="PRIORITY")
 @_ids_or_filter("Reprioritise")
 def priority(target: Target, priority: int, words: tuple[str, ...], **flags: bool) -> None:

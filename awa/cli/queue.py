@@ -12,6 +12,8 @@ from awa.cli.filters import WAITING
 from awa.cli.output import Cell, Column, Table, echo, facts, local_time, plain, print_facts, print_json, safe, styled
 from awa.cli.target import Target, refuse_address, this_user, with_target
 from awa.cli.values import most, rate, rate_text
+from awa.client import Client
+from awa.errors import QueueNotFound
 from awa.job import JobState
 from awa.limits import Limits, RateLimit
 from awa.options import check_queue, check_reason
@@ -93,6 +95,20 @@ def queue_facts(info: QueueInfo) -> dict[str, Any]:
     return facts(info) | {"is_paused": info.is_paused, "running": info.running}
 
 
+def _doubt(info: QueueInfo) -> None:
+    """Tell who has just said something of a queue that nobody uses, as a mistyped name is one."""
+    if info.declared is None and not any(count.value for count in info.counts.values()):
+        echo(f"queue {safe(info.name)} has no jobs, and no code declares it: see that its name is right", err=True)
+
+
+def _doubt_name(client: Client, name: str) -> None:
+    """Tell who found nothing to do in a queue that it is none; no error, for who empties twice."""
+    try:
+        client.admin.get_queue(name)
+    except QueueNotFound as error:
+        echo(f"awa: {safe(error)}", err=True)
+
+
 def _answer(target: Target, info: QueueInfo, text: str) -> None:
     if target.as_json:
         print_json(queue_facts(info))
@@ -152,6 +168,7 @@ def pause(target: Target, name: str, reason: str | None, by: str | None) -> None
     with target.client() as client:
         info = client.admin.pause_queue(name, by=_who(by), reason=reason)
     _answer(target, info, f"queue {safe(name)} is {_status_text(info)}")
+    _doubt(info)
 
 
 @queue.command(short_help="Let a queue's jobs start again.")
@@ -177,6 +194,8 @@ def cancel_waiting(target: Target, name: str, reason: str | None, is_sure: bool,
     with target.client() as client:
         if is_dry or not is_sure:
             count = client.admin.count_waiting(name)
+            if not count:
+                client.admin.get_queue(name)  # which raises for a name that is none
             if is_dry:
                 _would(
                     target, name, {"waiting": count}, f"would cancel {_jobs(count, 'waiting')} of queue {safe(name)}"
@@ -185,6 +204,8 @@ def cancel_waiting(target: Target, name: str, reason: str | None, is_sure: bool,
             if count:
                 ask(f"Cancel {_jobs(count, 'waiting')} of queue {safe(name)}?")
         cancelled = client.admin.cancel_waiting(name, reason=reason)
+        if not cancelled:
+            _doubt_name(client, name)
     if target.as_json:
         print_json({"queue": name, "cancelled": cancelled})
     else:
@@ -213,6 +234,8 @@ def purge(target: Target, name: str, is_sure: bool, is_dry: bool) -> None:
             if waiting.value or ended.value:
                 ask(f"Delete {text}?")
         purged = client.admin.purge_queue(name)
+        if not (purged.waiting or purged.ended):
+            _doubt_name(client, name)
     if target.as_json:
         print_json({"queue": name, "waiting": purged.waiting, "ended": purged.ended})
     else:
@@ -282,3 +305,5 @@ def limits(
         print_json(queue_facts(info))
     else:
         _print_limits(info)
+    if said:
+        _doubt(info)

@@ -67,7 +67,9 @@ def most(text: str) -> int | None:
     if text == "none":
         return None
     if not re.fullmatch(r"[0-9]{1,10}", text, re.ASCII):
-        raise click.BadParameter(f"{_shown(text)} is no number: give one from 1 on, or none")
+        raise click.BadParameter(f"{_shown(text)} is no whole number from 1 on: give one, or none for no limit")
+    if int(text) == 0:
+        raise click.BadParameter("0 would start none: pause the queue for that, or give none for no limit")
     return int(text)
 
 

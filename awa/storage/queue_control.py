@@ -22,7 +22,7 @@ from awa.limits import NO_LIMITS, Limits, RateLimit, limits_from_json, limits_to
 from awa.storage.connection import repeated
 from awa.storage.jobs import REFUSED, refusal
 from awa.storage.pooler import read_committed
-from awa.storage.queues import COUNT_AVAILABLE, COUNT_WAITING, WAITING_STATES, Count, count_jobs
+from awa.storage.queues import COUNT_AVAILABLE, COUNT_WAITING, LIST_QUEUES, WAITING_STATES, Count, count_jobs
 from awa.storage.schema import Schema
 from awa.storage.snapshot import Look
 
@@ -106,9 +106,10 @@ def get_queue(look: Look, queue: str) -> QueueInfo:
     [found] = _read(look, queue)
     is_said = bool(look.rows(META, queue=queue))
     if not is_said and not any(count.value for count in found.counts.values()):
-        served = {name for (name,) in look.rows(SERVED)}
-        if queue not in served:
-            known = sorted(served | {name for (name, *_) in look.rows(META, queue=None)} | set(count_jobs(look, None)))
+        # those of list_queues: one whose jobs were deleted is there until its entries are
+        names = {name for text in (SERVED, LIST_QUEUES) for (name,) in look.rows(text)}
+        if queue not in names:
+            known = sorted(names | {name for (name, *_) in look.rows(META, queue=None)})
             shown = ", ".join(ascii(name) for name in known[:10]) or "none"
             more = f" and {len(known) - 10} more" if len(known) > 10 else ""
             text = f"no queue {queue!a} is known: it has no jobs, and nobody serves it; known are {shown}{more}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from psycopg import Connection, Cursor
+from psycopg import Connection, Cursor, Error
 from psycopg.rows import tuple_row
 
 from awa.storage.grants import explaining
@@ -48,7 +48,12 @@ def one_snapshot(conn: Connection[Any], schema: Schema) -> Iterator[Look]:
     """
     with explaining(conn, schema, "reader"), Cursor(conn, row_factory=tuple_row) as cursor:
         read_anything(cursor)
-        cursor.execute(schema.sql(BEGIN))
+        try:
+            cursor.execute(schema.sql(BEGIN))
+        except Error:  # a right is missing, say, and the transaction open
+            if not conn.closed:
+                cursor.execute("ROLLBACK")
+            raise
         try:
             yield Look(cursor, schema)
         finally:

@@ -331,6 +331,13 @@ def test_move_keeps_the_order(run: Run, client: awa.Client) -> None:
     assert run("move", "mail", jobs[0].id).stdout == f"{jobs[0].id}  refused: it is completed\n"
 
 
+def test_a_dry_run_names_the_queue_as_it_is(run: Run, client: awa.Client) -> None:
+    client.insert({}, kind="k", delay=60)
+    assert run("move", "Mail-EU", "kind:k", "--dry-run").stdout.splitlines()[-1] == (
+        "would move 1 job to queue Mail-EU: 1 scheduled; nothing was changed"
+    )
+
+
 def test_priority(run: Run, five: list[awa.Inserted]) -> None:
     done = run("priority", "1", five[0].id, five[1].id, five[2].id)
     assert done.exit_code == 1
@@ -542,7 +549,7 @@ def test_a_reader_looks_and_changes_nothing(run: Run, five: list[awa.Inserted], 
 
 
 def test_a_producer_inserts_shows_cancels_and_retries_by_id(
-    run: Run, five: list[awa.Inserted], roles: Callable[[str], str]
+    run: Run, five: list[awa.Inserted], roles: Callable[[str], str], caplog: pytest.LogCaptureFixture
 ) -> None:
     as_producer = ["--database", roles("producer")]
     job = answer(run("insert", "k", "--json", *as_producer))["id"]
@@ -551,3 +558,4 @@ def test_a_producer_inserts_shows_cancels_and_retries_by_id(
     assert run("retry", job, *as_producer).stdout == f"{job}  retried\n"
     done = run("list", *as_producer)
     assert done.exit_code == 78 and "lacks a right" in done.stderr
+    assert not [record for record in caplog.records if record.name.startswith("psycopg")]  # stderr, without handlers

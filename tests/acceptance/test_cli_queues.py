@@ -104,6 +104,19 @@ def test_an_unknown_queue_is_exit_code_three(run: Run, mail: list[awa.Inserted],
     assert "no queue 'nobody' is known" in done.stderr and "'mail', 'other'" in done.stderr
 
 
+def test_a_queue_that_nobody_uses_is_doubted(run: Run, mail: list[awa.Inserted]) -> None:
+    """A mistyped name: what is said of it holds, for a queue that is yet to come, and changes nothing else."""
+    for command in (["pause", "mial"], ["limits", "mial", "--max-running", "1"]):
+        done = run(*command)
+        assert (done.exit_code, "see that its name is right" in done.stderr) == (0, True)
+        assert "see that its name is right" not in run(command[0], "mail", *command[2:]).stderr
+    for what in ("purge", "cancel-waiting"):
+        done = run(what, "mali", "--yes")
+        assert (done.exit_code, "no queue 'mali' is known" in done.stderr) == (0, True)
+        assert run(what, "mali", "--dry-run").exit_code == 3
+        assert "no queue" not in run(what, "mial", "--yes").stderr
+
+
 def test_pause_says_who_and_why_until_it_is_resumed(run: Run, client: awa.Client, mail: list[awa.Inserted]) -> None:
     done = run("pause", "mail", "--reason", "provider is down")
     assert done.exit_code == 0

@@ -335,6 +335,14 @@ def test_queues_are_listed_that_have_jobs_or_of_which_something_was_said(conn: C
     assert admin.count_waiting("jbos") == 0
 
 
+def test_a_queue_that_is_listed_is_found(conn: Conn, admin: Admin) -> None:
+    """Guard: one whose jobs were purged, and whose entries are stored still, was listed and unknown."""
+    insert(conn, 1, queue="jobs")
+    assert admin.purge_queue("jobs").waiting == 1
+    [info] = admin.list_queues()
+    assert admin.get_queue("jobs") == info and not any(count.value for count in info.counts.values())
+
+
 # Cancelling what waits
 
 

@@ -34,6 +34,11 @@ def test_without_anything_every_setting_is_its_default() -> None:
     assert settings.sources == dict.fromkeys(SETTINGS, "default")
 
 
+def test_a_refused_flag_is_named_as_it_is_typed() -> None:
+    assert "(from --queue)" in refused(load_settings, {}, flags={"queues": ("mail", "mail")}, environ={})
+    assert "(from --poll-interval)" in refused(load_settings, {}, flags={"poll_interval": "x"}, environ={})
+
+
 def test_argument_beats_flag_beats_environment_beats_default() -> None:
     environ = {"AWA_THREADS": "2", "AWA_POLL_INTERVAL": "0.5", "AWA_TIMEOUT": "9"}
     settings = load_settings({"threads": 4}, flags={"threads": 3, "poll_interval": "0.25"}, environ=environ)
@@ -117,18 +122,18 @@ def test_arguments_may_be_values_of_their_own_type() -> None:
         ("priority_aging", 0.5, "from 1 to 86400, or 0 for no aging"),
         ("queues", [5], "NAME:min=N,weight=N,max=N"),
         ("queues", ["a", "a:2"], "each queue once"),
-        ("queues", ["a:0"], "at least one worker"),
+        ("queues", ["a:0"], "as max a whole number of threads from 1 on"),
         ("queues", [":4"], "queue names of 1 to 200 characters"),
         ("queues", ["x" * 201], "queue names of 1 to 200 characters"),
         ("queues", ["a\0"], "without NUL"),
         ("queues", ["a\ud800"], "lone surrogates"),
         ("queues", [QueueSpec("")], "queue names of 1 to 200 characters"),
         ("queues", [QueueSpec(5)], "queue names of 1 to 200 characters"),  # type: ignore[arg-type]
-        ("queues", [QueueSpec("a", "2")], "at least one worker"),  # type: ignore[arg-type]
+        ("queues", [QueueSpec("a", "2")], "as max a whole number of threads from 1 on"),  # type: ignore[arg-type]
         ("queues", [QueueSpec("a", 1, 2)], "no more than max"),
         ("queues", [QueueSpec("a", None, True)], "as min a whole number"),
         ("queues", [QueueSpec("a", None, 0, 1.5)], "as weight a whole number"),  # type: ignore[arg-type]
-        ("queues", ["a:max=0"], "at least one worker"),
+        ("queues", ["a:max=0"], "as max a whole number of threads from 1 on"),
         ("queues", ["a:min=3,max=2"], "no more than max"),
         ("queues", ["a:weight=0"], "from 1 to 1000"),
         ("queues", ["a:weight=1001"], "from 1 to 1000"),

@@ -202,7 +202,7 @@ RUN_AT = datetime(2030, 1, 1, tzinfo=UTC)
     ("value", "words"),
     [
         (datetime(2030, 1, 1), "is naive: say which time zone"),
-        (60, "must be a datetime, got int"),
+        (60, "must be a datetime, got 60"),
         (datetime.min.replace(tzinfo=UTC), "outside the years 1970-9999"),
         (RUN_AT, "must come after run_at 2030-01-01T00:00:00+00:00"),
         (RUN_AT - timedelta(seconds=1), "expires_at 2029-12-31T23:59:59+00:00 must come after run_at"),

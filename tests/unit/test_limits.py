@@ -45,9 +45,9 @@ def test_a_rate_limit_is_so_many_in_so_long(
         ({"count": 10**400}, "count", "many digits"),
         ({"count": math.nan}, "count", "got nan"),
         ({"count": math.inf}, "count", "got inf"),
-        ({"count": True}, "count", "got a bool"),
-        ({"count": "5"}, "count", "got a str"),
-        ({"count": None}, "count", "got a NoneType"),
+        ({"count": True}, "count", "got True"),
+        ({"count": "5"}, "count", "got '5'"),
+        ({"count": None}, "count", "got None"),
         ({"count": 1, "per": 0}, "per", "above 0 seconds"),
         ({"count": 1, "per": -1}, "per", "from 0 to 86,400"),
         ({"count": 1, "per": 86_401}, "per", "from 0 to 86,400"),
@@ -79,7 +79,7 @@ BAD_LIMITS: list[tuple[dict[str, Any], str, str]] = [
     ({"max_running": True}, "max_running", "got True"),
     ({"max_running": 2.0}, "max_running", "got 2.0"),
     ({"max_running_per_key": "1"}, "max_running_per_key", "got '1'"),
-    ({"rate_limit": 50}, "rate_limit", "awa.RateLimit(50, per=1.0), got a int"),
+    ({"rate_limit": 50}, "rate_limit", "awa.RateLimit(50, per=1.0), got 50"),
 ]
 
 
