@@ -274,7 +274,7 @@ END $$;
 
 -- Which of the jobs that a claim has met may run: NULL, or what each has to wait for, 'order' or 'key', at its place. In
 -- the order of the walk: first its ordering key, then its concurrency key. The caller holds the queue's claim lock.
-CREATE FUNCTION awa.admit(p_queue text, p_limit integer, p_entries awa.keyed_entry[]) RETURNS text[]
+CREATE FUNCTION awa.admit(p_queue text, p_limit integer, p_keyed awa.keyed_entry[]) RETURNS text[]
 LANGUAGE plpgsql STABLE
 SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off
 AS $$
@@ -282,7 +282,7 @@ DECLARE
     v_why text[];
 BEGIN
     WITH entry AS MATERIALIZED (
-        SELECT e.place, e.id, left(e.key, 201) AS key, left(e.ordering, 201) AS ordering FROM unnest(p_entries) e
+        SELECT e.place, e.id, left(e.key, 201) AS key, left(e.ordering, 201) AS ordering FROM unnest(p_keyed) e
     ), mine AS MATERIALIZED (        -- an attempt has its concurrency key from now on, or from the hand-over
         SELECT g.scope, g.key, g.id FROM entry e JOIN LATERAL (
                SELECT * FROM awa.grants g WHERE g.id = e.id OFFSET 0) g ON true

@@ -119,6 +119,7 @@ class Awa:
             raise RuntimeError(f"the app {app.name!r} does not belong to this Awa: call its init_app(app) first")
         return state.client_of(app)
 
+    queue = _OfClient(Client.queue)
     insert = _OfClient(Client.insert)
     insert_many = _OfClient(Client.insert_many)
     insert_many_copy = _OfClient(Client.insert_many_copy)

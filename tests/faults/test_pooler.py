@@ -398,6 +398,7 @@ def claim_elsewhere(conn: Conn, other: Conn) -> None:
         ("$3", "NULL"),
         ("$4", "1"),
         ("$5", "false"),
+        ("$6", "60"),
     ):
         text = text.replace(place, value)
     other.execute(text.encode())

@@ -57,7 +57,7 @@ BEGIN
     RETURN NULL;
 END $$;
 
-CREATE FUNCTION awa.admit(p_queue text, p_limit integer, p_entries awa.keyed_entry[]) RETURNS text[]
+CREATE FUNCTION awa.admit(p_queue text, p_limit integer, p_keyed awa.keyed_entry[]) RETURNS text[]
     LANGUAGE plpgsql STABLE
     SET plan_cache_mode TO 'force_generic_plan'
     SET enable_seqscan TO 'off'
@@ -68,7 +68,7 @@ DECLARE
     v_why text[];
 BEGIN
     WITH entry AS MATERIALIZED (
-        SELECT e.place, e.id, left(e.key, 201) AS key, left(e.ordering, 201) AS ordering FROM unnest(p_entries) e
+        SELECT e.place, e.id, left(e.key, 201) AS key, left(e.ordering, 201) AS ordering FROM unnest(p_keyed) e
     ), mine AS MATERIALIZED (        -- an attempt has its concurrency key from now on, or from the hand-over
         SELECT g.scope, g.key, g.id FROM entry e JOIN LATERAL (
                SELECT * FROM awa.grants g WHERE g.id = e.id OFFSET 0) g ON true
@@ -895,7 +895,7 @@ BEGIN
                 '{}', '{}',
                 CASE WHEN m.max_running IS NOT NULL OR m.rate IS NOT NULL THEN v_state END);
         v_direct := NULL;
-        IF v_round = 20 OR clock_timestamp() - v_started > interval '50 ms' THEN
+        IF v_round = 20 OR clock_timestamp() - v_started > interval '500 ms' THEN
             v_flags := v_flags | 4;          -- others wait for the lock, and who holds it for seconds is ended
             EXIT rounds;
         END IF;
@@ -1886,6 +1886,18 @@ $$;
 
 CREATE FUNCTION awa.find_job_v2(p_id bigint) RETURNS TABLE(id bigint, queue text, kind text, state text, priority smallint, attempt smallint, max_attempts smallint, args json, metadata json, tags text[], created_at timestamp with time zone, run_at timestamp with time zone, claimed_at timestamp with time zone, ended_at timestamp with time zone, elapsed_ms integer, runtime bigint, hostname text, pid integer, waits_for text, error json, history json)
     LANGUAGE plpgsql STABLE SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    AS $$
+BEGIN
+    RETURN QUERY
+        SELECT f.id, f.queue, f.kind, f.state, f.priority, f.attempt, f.max_attempts, f.args, f.metadata, f.tags,
+               f.created_at, f.run_at, f.claimed_at, f.ended_at, f.elapsed_ms, f.runtime, f.hostname, f.pid,
+               f.waits_for, f.error, f.history
+          FROM awa.find_job_v3(p_id) f;
+END $$;
+
+CREATE FUNCTION awa.find_job_v3(p_id bigint) RETURNS TABLE(id bigint, queue text, kind text, state text, priority smallint, attempt smallint, max_attempts smallint, args json, metadata json, tags text[], created_at timestamp with time zone, run_at timestamp with time zone, claimed_at timestamp with time zone, ended_at timestamp with time zone, elapsed_ms integer, runtime bigint, hostname text, pid integer, waits_for text, error json, history json, concurrency_key text, ordering_key text, expires_at timestamp with time zone)
+    LANGUAGE plpgsql STABLE SECURITY DEFINER
     SET plan_cache_mode TO 'force_generic_plan'
     SET enable_seqscan TO 'off'
     SET max_parallel_workers_per_gather TO '0'
@@ -1908,15 +1920,18 @@ DECLARE
     v_elapsed_ms integer;
 BEGIN
     SELECT w.id, w.queue, w.kind, w.state, w.priority, w.attempt, w.max_attempts, w.args, w.metadata, w.tags,
-           w.created_at, CASE WHEN isfinite(w.run_at) THEN w.run_at END, w.ended_at, w.waits_for, w.history, w.state
+           w.created_at, CASE WHEN isfinite(w.run_at) THEN w.run_at END, w.ended_at, w.waits_for, w.history, w.state,
+           w.concurrency_key, w.ordering_key, w.expires_at
       INTO id, queue, kind, state, priority, attempt, max_attempts, args, metadata, tags,
-           created_at, run_at, ended_at, waits_for, history, v_state
+           created_at, run_at, ended_at, waits_for, history, v_state,
+           concurrency_key, ordering_key, expires_at
       FROM (SELECT t.id, t.queue, t.kind, t.state, t.priority, t.attempt, t.max_attempts, t.args, t.metadata, t.tags,
-                   t.created_at, t.run_at, NULL::timestamptz AS ended_at, t.waits_for, t.history
+                   t.created_at, t.run_at, NULL::timestamptz AS ended_at, t.waits_for, t.history, t.concurrency_key,
+                   t.ordering_key, t.expires_at
               FROM awa.waiting_jobs t WHERE t.id = p_id
              UNION ALL
             SELECT t.id, t.queue, t.kind, t.state, t.priority, t.attempt, t.max_attempts, t.args, t.metadata, t.tags,
-                   t.created_at, NULL, t.ended_at, NULL, t.history
+                   t.created_at, NULL, t.ended_at, NULL, t.history, t.concurrency_key, t.ordering_key, NULL
               FROM awa.ended_jobs t WHERE t.id = p_id) w;
     FOR j IN SELECT * FROM awa.jobs t WHERE t.id = p_id ORDER BY t.entry_id DESC LOOP
         SELECT * INTO e FROM awa.attempt_ends t WHERE t.slot = j.slot AND t.entry_id = j.entry_id;
@@ -1945,6 +1960,7 @@ BEGIN
             id := j.id; queue := j.queue; kind := j.kind; state := v_state; priority := j.priority;
             attempt := j.attempt; max_attempts := j.max_attempts; args := j.args; metadata := j.metadata;
             tags := j.tags; created_at := coalesce(j.created_at, j.available_at); history := j.history;
+            concurrency_key := j.concurrency_key; ordering_key := j.ordering_key; expires_at := j.expires_at;
             ended_at := v_ended_at;
             v_error := e.error;
         END IF;
@@ -4655,6 +4671,8 @@ REVOKE ALL ON FUNCTION awa.enqueue_v1(p_kind text, p_args json, p_queue text, p_
 REVOKE ALL ON FUNCTION awa.enqueue_v2(p_kind text, p_args json, p_queue text, p_priority integer, p_max_attempts integer, p_timeout_ms integer, p_run_at timestamp with time zone, p_delay interval, p_tags text[], p_metadata json, p_unique_key bytea, p_unique_states text[], p_on_conflict text, p_follow_ups json, p_after bigint[], p_on_parent_failure text, p_concurrency_key text, p_ordering_key text, p_expires_at timestamp with time zone, p_notify boolean, OUT id bigint, OUT is_new boolean) FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION awa.find_job_v2(p_id bigint) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION awa.find_job_v3(p_id bigint) FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION awa.holder_v1(p_key bytea) FROM PUBLIC;
 

@@ -18,9 +18,9 @@ from tests.storage.engine import (
     AWA,
     Conn,
     Outcome,
+    cancel,
     claim,
     complete,
-    end_unclaimed,
     fall_silent,
     fence,
     insert,
@@ -351,7 +351,7 @@ def test_a_job_that_its_handler_completed_is_found(conn: Conn, other: Conn) -> N
 
 def test_a_job_that_was_ended_before_any_claim_is_found(conn: Conn) -> None:
     [id_] = insert(conn, 1)
-    end_unclaimed(conn, [id_])
+    cancel(conn, id_)
     job = jobs.get_job(conn, AWA, id_)
     assert job.state == JobState.CANCELLED
     assert job.ended_at is not None

@@ -51,7 +51,7 @@ def test_settle_and_claim_in_one_round_trip_are_two_transactions(conn: Conn, lin
 
     outcomes.opened([attempt])
     outcomes.add(attempt, "failed")
-    late.fail_once("claim_v1", "true")
+    late.fail_once("claim_v2", "true")
     reply = line.exchange(runtime, outcomes.take(runtime), [Wanted("q", 1)])
     assert late.has_failed
     assert (reply.settled[0].error, reply.claims[0].error is None) == (None, False)

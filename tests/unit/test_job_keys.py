@@ -226,3 +226,23 @@ def test_follow_ups_carry_them(client: awa.Client) -> None:
     assert first["ordering_key"] == "é"
     assert first["expires_at"] == "2030-01-01T00:00:00+00:00"
     assert (second["ordering_key"], "concurrency_key" in second, "expires_at" in second) == ("z", False, False)
+
+
+@pytest.mark.parametrize("name", ["concurrency_key", "ordering_key"])
+def test_a_text_that_is_the_name_of_an_arg_is_refused_since_its_value_is_meant(client: awa.Client, name: str) -> None:
+    @dataclass
+    class Charge:
+        account: int
+
+    with pytest.raises(ConfigError, match=rf"write {name}=lambda account: account"):
+
+        @client.task(**{name: "account"})
+        def plain(account: int) -> None: ...
+
+    with pytest.raises(ConfigError, match=rf"write {name}=lambda args: args\.account"):
+
+        @client.task(**{name: "account"})
+        def typed(job: awa.Job[Charge]) -> None: ...
+
+    @client.task(**{name: "accounts"})
+    def shared(account: int) -> None: ...
