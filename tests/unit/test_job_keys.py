@@ -228,12 +228,13 @@ def test_follow_ups_carry_them(client: awa.Client) -> None:
     assert (second["ordering_key"], "concurrency_key" in second, "expires_at" in second) == ("z", False, False)
 
 
+@dataclass
+class Charge:
+    account: int
+
+
 @pytest.mark.parametrize("name", ["concurrency_key", "ordering_key"])
 def test_a_text_that_is_the_name_of_an_arg_is_refused_since_its_value_is_meant(client: awa.Client, name: str) -> None:
-    @dataclass
-    class Charge:
-        account: int
-
     with pytest.raises(ConfigError, match=rf"write {name}=lambda account: account"):
 
         @client.task(**{name: "account"})
