@@ -593,29 +593,31 @@ BEGIN
          ORDER BY u.claim_id DESC LIMIT 1;
         v_frontier := coalesce(r.frontier, '{}');
         v_claimed_at := coalesce(r.claimed_at, '-infinity');
-        v_state := r.limits;
-        IF m.max_running IS NOT NULL THEN
-            v_state := awa.still_open(p_queue, v_state, m.max_running, v_limit);
-            v_limit := least(v_limit, m.max_running - (SELECT coalesce(sum(s), 0) FROM unnest(v_state.open_sizes) s));
-        ELSE
-            v_state.open_claims := NULL; v_state.open_slots := NULL; v_state.open_sizes := NULL;
-        END IF;
-        IF m.rate IS NOT NULL THEN
-            v_state.tokens := least(m.burst, coalesce(
-                v_state.tokens + m.rate * greatest(extract(epoch FROM clock_timestamp() - v_state.tokens_at), 0), m.burst));
-            v_state.tokens_at := clock_timestamp();
-            IF v_state.tokens < 1 AND v_limit > 0 THEN
-                -- as many at a time as come in a tenth of a second, or the workers would ask for each by itself
-                v_wanted := least(v_limit, m.burst, greatest(1, ceil(m.rate / 10)));
-                v_wait := ceil(1000 * (v_wanted - v_state.tokens) / m.rate);
+        IF v_direct IS NULL THEN        -- else the limits allowed what was appended, whatever the clock says by now
+            v_state := r.limits;
+            IF m.max_running IS NOT NULL THEN
+                v_state := awa.still_open(p_queue, v_state, m.max_running, v_limit);
+                v_limit := least(v_limit, m.max_running - (SELECT coalesce(sum(s), 0) FROM unnest(v_state.open_sizes) s));
+            ELSE
+                v_state.open_claims := NULL; v_state.open_slots := NULL; v_state.open_sizes := NULL;
             END IF;
-            v_limit := least(v_limit, floor(v_state.tokens));
-        ELSE
-            v_state.tokens := NULL; v_state.tokens_at := NULL;
-        END IF;
-        IF v_limit < 1 THEN
-            v_flags := 32;
-            EXIT rounds;
+            IF m.rate IS NOT NULL THEN
+                v_state.tokens := least(m.burst, coalesce(
+                    v_state.tokens + m.rate * greatest(extract(epoch FROM clock_timestamp() - v_state.tokens_at), 0), m.burst));
+                v_state.tokens_at := clock_timestamp();
+                IF v_state.tokens < 1 AND v_limit > 0 THEN
+                    -- as many at a time as come in a tenth of a second, or the workers would ask for each by itself
+                    v_wanted := least(v_limit, m.burst, greatest(1, ceil(m.rate / 10)));
+                    v_wait := least(ceil(1000 * (v_wanted - v_state.tokens) / m.rate), 1e9);
+                END IF;
+                v_limit := least(v_limit, floor(v_state.tokens));
+            ELSE
+                v_state.tokens := NULL; v_state.tokens_at := NULL;
+            END IF;
+            IF v_limit < 1 THEN
+                v_flags := 32;
+                EXIT rounds;
+            END IF;
         END IF;
         IF v_round = 1 AND EXISTS (SELECT FROM awa.grants t WHERE t.queue = p_queue) THEN
             v_handed := awa.hand_over(p_queue, m.max_running_per_key);
@@ -862,7 +864,10 @@ BEGIN
         END LOOP;
 
         IF v_last IS NULL THEN
-            IF v_direct IS NULL AND v_aside IS NOT NULL THEN
+            IF v_direct IS NULL AND v_aside IS NOT NULL AND v_round = 20 THEN
+                v_flags := v_flags | 4;      -- no round is left in which to claim what would be appended
+                EXIT rounds;
+            ELSIF v_direct IS NULL AND v_aside IS NOT NULL THEN
                 -- by arrays: joins may be planned as walks over the whole table
                 WITH due AS MATERIALIZED (
                     SELECT t.id FROM awa.waiting_jobs t
