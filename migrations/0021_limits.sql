@@ -405,10 +405,11 @@ BEGIN
 END $$;
 
 -- Take entries out of their lanes which a claim has met and that cannot run: for each the reason. 'kind', 'key' and
--- 'order' wait for that, with their ordering key unless it is that they wait for. 'expired' is cancelled, with what follows. The
--- caller holds the queue's claim lock.
+-- 'order' wait for that, with their ordering key unless it is that they wait for, and without a concurrency key that was
+-- handed over to them: others can run with it. 'expired' is cancelled, with what follows. Returns whether keys are free
+-- now that somebody may wait for. The caller holds the queue's claim lock.
 CREATE FUNCTION awa.set_aside(p_queue text, p_slots smallint[], p_lanes smallint[], p_xids xid8[], p_entries bigint[],
-                              p_whys text[]) RETURNS void
+                              p_whys text[]) RETURNS boolean
 LANGUAGE plpgsql VOLATILE
 SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off
 AS $$
@@ -426,8 +427,20 @@ BEGIN
          WHERE a.why = 'key' AND g.id = j.id AND g.queue = p_queue AND g.scope = 'key' AND g.claim_id = 0
         RETURNING g.id
     ), entry AS MATERIALIZED (
+    v_is_free boolean := false;
         SELECT a.n, a.why, left(CASE a.why WHEN 'kind' THEN j.kind WHEN 'key' THEN j.concurrency_key
                                            WHEN 'order' THEN j.ordering_key END, 201) AS wait_key,
+    IF p_whys && ARRAY['kind', 'order']
+       AND (SELECT m.max_running_per_key FROM awa.queue_meta m WHERE m.queue = p_queue) IS NOT NULL THEN
+        UPDATE awa.grants g SET is_over = true
+          FROM unnest(p_slots, p_lanes, p_xids, p_entries, p_whys) AS a(slot, lane, xid, entry_id, why)
+         CROSS JOIN LATERAL (SELECT j.id FROM awa.jobs j
+                              WHERE j.slot = a.slot AND j.queue = p_queue AND j.lane = a.lane AND j.xid = a.xid
+                                AND j.entry_id = a.entry_id LIMIT 1) j
+         WHERE a.why IN ('kind', 'order') AND g.id = j.id AND g.queue = p_queue AND g.scope = 'key' AND g.claim_id = 0
+           AND NOT g.is_over;
+        v_is_free := FOUND;
+    END IF;
                j.*
           FROM unnest(p_slots, p_lanes, p_xids, p_entries, p_whys) WITH ORDINALITY AS a(slot, lane, xid, entry_id, why, n)
          CROSS JOIN LATERAL (SELECT * FROM awa.jobs j
@@ -441,7 +454,8 @@ BEGIN
         INSERT INTO awa.grants AS t (queue, scope, key, id)
         SELECT p_queue, 'order', left(e.ordering_key, 201), e.id FROM entry e
          WHERE e.why IN ('key', 'kind') AND e.ordering_key IS NOT NULL
-            ON CONFLICT (queue, scope, key, id) DO UPDATE SET is_over = false
+            ON CONFLICT (queue, scope, key, id) DO UPDATE        -- of an earlier attempt, which may have failed
+           SET claim_id = 0, entry_id = NULL, slot = NULL, idx = NULL, is_over = false
     )
     INSERT INTO awa.waiting_jobs (id, seq, created_at, priority, attempt, max_attempts, timeout_ms, state, waits_for,
                                   wait_key, queue, kind, args, metadata, tags, concurrency_key, ordering_key, unique_key,
@@ -493,7 +507,9 @@ CREATE FUNCTION awa.expiry_error(p_expires_at timestamptz, p_flaw text) RETURNS 
 $$;
 
 -- As claim_v1 of 0018_outcomes.sql; and it keeps the limits, cancels what has expired, and lets what has waited for long
+        v_is_free := v_is_free OR EXISTS (SELECT FROM awa.grants g WHERE g.id = ANY (r.ids));
 -- go first. In the last row nonce has the milliseconds after which to ask again, when the rate tells. flags of that row:
+    RETURN v_is_free;
 --   1 the bell is taken   2 somebody else claims   4 come again   8 run nothing beside the job that came
 --   16 the queue is paused   32 its limits let nothing start; in both cases the bell is not taken
 CREATE FUNCTION awa.claim_v2(p_queue text, p_runtime bigint, p_kinds text[], p_limit integer,
@@ -546,6 +562,7 @@ DECLARE
     w_lo_entry bigint[];
     w_hi_xid xid8[];
     w_hi_entry bigint[];
+    v_is_free boolean := false;  -- keys that are to be handed over
 BEGIN
     IF current_setting('transaction_isolation') <> 'read committed' THEN
         RAISE EXCEPTION 'awa.claim needs READ COMMITTED: an older snapshot would read an old frontier'
@@ -909,8 +926,8 @@ BEGIN
             EXIT rounds;
         END IF;
         IF v_last.alien_entries IS NOT NULL THEN
-            PERFORM awa.set_aside(p_queue, v_last.alien_slots, v_last.alien_lanes, v_last.alien_xids,
-                                  v_last.alien_entries, v_last.alien_whys);
+            v_is_free := awa.set_aside(p_queue, v_last.alien_slots, v_last.alien_lanes, v_last.alien_xids,
+                                       v_last.alien_entries, v_last.alien_whys) OR v_is_free;
         END IF;
         EXIT rounds WHEN v_some;
         -- Only ended or set-aside entries: remember how far the walk came, or live ones behind them stay hidden.
@@ -924,8 +941,8 @@ BEGIN
             EXIT rounds;
         END IF;
     END LOOP;
-    IF v_handed > 0 THEN
-        v_flags := v_flags | 4;             -- this transaction's own entries are in no page yet
+    IF v_handed > 0 OR v_is_free THEN
+        v_flags := v_flags | 4;             -- this transaction's own entries are in no page yet; free keys are handed over
     END IF;
     IF v_flags & 48 <> 0 AND v_is_armed THEN
         -- inserts need wake nobody; without this each would, and NOTIFY lets only one commit at a time
