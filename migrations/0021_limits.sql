@@ -50,12 +50,13 @@ BEGIN
                   IN ('completed', 'failed', 'cancelled');
 END $$;
 
--- Have the next claim of a queue look who waits for a key.
+-- Have the next claim of a queue look who waits for a key. A claim that is removing such a row is waited for: it may have
+-- looked already.
 CREATE FUNCTION awa.look_at_key(p_queue text, p_scope text, p_key text) RETURNS void
 LANGUAGE plpgsql VOLATILE AS $$
 BEGIN
     INSERT INTO awa.grants (queue, scope, key, id, is_over) VALUES (p_queue, p_scope, left(p_key, 201), 0, true)
-        ON CONFLICT DO NOTHING;
+        ON CONFLICT (queue, scope, key, id) DO UPDATE SET is_over = true;
     PERFORM awa.ring(ARRAY[p_queue]);
 END $$;
 
@@ -181,7 +182,7 @@ END $$;
 --
 -- Looks at 600 holders at most; where there are more, at those behind a random one, so that all have their turn. Hands
 -- over to 500 jobs at most. A waiting job that somebody else holds (who cancels or moves it) keeps its turn: nobody is
--- taken in its place, and the row of the key stays for the next claim.
+-- taken in its place, and the row of the key stays for the next claim. So do rows that somebody else holds.
 CREATE FUNCTION awa.hand_over(p_queue text, p_limit integer) RETURNS integer
 LANGUAGE plpgsql VOLATILE
 SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off
@@ -219,6 +220,15 @@ BEGIN
     IF r.ids IS NULL THEN
         RETURN 0;
     END IF;
+    -- before the look at who waits: of what has a row, and comes to wait meanwhile, the row is not removed
+    SELECT array_agg(g.scope) AS scopes, array_agg(g.key) AS keys, array_agg(g.id) AS ids INTO r
+      FROM unnest(r.scopes, r.keys, r.ids) AS o(scope, key, id)
+     CROSS JOIN LATERAL (SELECT * FROM awa.grants k
+                          WHERE k.queue = p_queue AND k.scope = o.scope AND k.key = o.key AND k.id = o.id
+                            FOR UPDATE SKIP LOCKED) g;
+    IF r.ids IS NULL THEN
+        RETURN 0;
+    END IF;
     WITH free AS MATERIALIZED (
         SELECT o.scope, o.key,
                CASE o.scope WHEN 'order' THEN 1 ELSE coalesce(p_limit, 1000000) END + count(*)
@@ -236,7 +246,8 @@ BEGIN
     ), held AS MATERIALIZED (
         SELECT w.id FROM awa.waiting_jobs w
          WHERE w.id = ANY (ARRAY(SELECT f.id FROM first f WHERE f.n <= c_handed))
-           AND w.queue || '' = p_queue      -- no use of an index on the queue; it may have been moved just now
+           -- no use of an index on these; it may have been moved or replaced just now
+           AND w.queue || '' = p_queue AND w.waits_for || '' IN ('key', 'order')
            FOR UPDATE SKIP LOCKED
     ), next AS MATERIALIZED (
         SELECT f.*, f.id IN (SELECT h.id FROM held h) AS is_held FROM first f
@@ -416,20 +427,9 @@ AS $$
 DECLARE
     v_claim bigint := nextval('awa.claim_id_seq');
     v_now timestamptz := clock_timestamp();
+    v_is_free boolean := false;
     r record;
 BEGIN
-    WITH lost AS (            -- of a key that more had in hand than may by now: they come first again
-        DELETE FROM awa.grants g
-         USING unnest(p_slots, p_lanes, p_xids, p_entries, p_whys) AS a(slot, lane, xid, entry_id, why)
-         CROSS JOIN LATERAL (SELECT j.id FROM awa.jobs j
-                              WHERE j.slot = a.slot AND j.queue = p_queue AND j.lane = a.lane AND j.xid = a.xid
-                                AND j.entry_id = a.entry_id LIMIT 1) j
-         WHERE a.why = 'key' AND g.id = j.id AND g.queue = p_queue AND g.scope = 'key' AND g.claim_id = 0
-        RETURNING g.id
-    ), entry AS MATERIALIZED (
-    v_is_free boolean := false;
-        SELECT a.n, a.why, left(CASE a.why WHEN 'kind' THEN j.kind WHEN 'key' THEN j.concurrency_key
-                                           WHEN 'order' THEN j.ordering_key END, 201) AS wait_key,
     IF p_whys && ARRAY['kind', 'order']
        AND (SELECT m.max_running_per_key FROM awa.queue_meta m WHERE m.queue = p_queue) IS NOT NULL THEN
         UPDATE awa.grants g SET is_over = true
@@ -441,6 +441,17 @@ BEGIN
            AND NOT g.is_over;
         v_is_free := FOUND;
     END IF;
+    WITH lost AS (            -- of a key that more had in hand than may by now: they come first again
+        DELETE FROM awa.grants g
+         USING unnest(p_slots, p_lanes, p_xids, p_entries, p_whys) AS a(slot, lane, xid, entry_id, why)
+         CROSS JOIN LATERAL (SELECT j.id FROM awa.jobs j
+                              WHERE j.slot = a.slot AND j.queue = p_queue AND j.lane = a.lane AND j.xid = a.xid
+                                AND j.entry_id = a.entry_id LIMIT 1) j
+         WHERE a.why = 'key' AND g.id = j.id AND g.queue = p_queue AND g.scope = 'key' AND g.claim_id = 0
+        RETURNING g.id
+    ), entry AS MATERIALIZED (
+        SELECT a.n, a.why, left(CASE a.why WHEN 'kind' THEN j.kind WHEN 'key' THEN j.concurrency_key
+                                           WHEN 'order' THEN j.ordering_key END, 201) AS wait_key,
                j.*
           FROM unnest(p_slots, p_lanes, p_xids, p_entries, p_whys) WITH ORDINALITY AS a(slot, lane, xid, entry_id, why, n)
          CROSS JOIN LATERAL (SELECT * FROM awa.jobs j
@@ -496,7 +507,9 @@ BEGIN
                array_agg(e.jobs ORDER BY e.n) AS jobs, array_agg(e.unique_key ORDER BY e.n) AS keys
           INTO r FROM entry e;
         PERFORM awa.conclude(r.ids, r.outcomes, r.jobs, r.keys);
+        v_is_free := v_is_free OR EXISTS (SELECT FROM awa.grants g WHERE g.id = ANY (r.ids));
     END IF;
+    RETURN v_is_free;
 END $$;
 
 -- Why a job was cancelled that nobody started in time.
@@ -507,9 +520,7 @@ CREATE FUNCTION awa.expiry_error(p_expires_at timestamptz, p_flaw text) RETURNS 
 $$;
 
 -- As claim_v1 of 0018_outcomes.sql; and it keeps the limits, cancels what has expired, and lets what has waited for long
-        v_is_free := v_is_free OR EXISTS (SELECT FROM awa.grants g WHERE g.id = ANY (r.ids));
 -- go first. In the last row nonce has the milliseconds after which to ask again, when the rate tells. flags of that row:
-    RETURN v_is_free;
 --   1 the bell is taken   2 somebody else claims   4 come again   8 run nothing beside the job that came
 --   16 the queue is paused   32 its limits let nothing start; in both cases the bell is not taken
 CREATE FUNCTION awa.claim_v2(p_queue text, p_runtime bigint, p_kinds text[], p_limit integer,
@@ -551,6 +562,7 @@ DECLARE
     v_aside_since timestamptz;
     v_limit integer := p_limit;
     v_handed integer := 0;
+    v_is_free boolean := false;  -- keys that are to be handed over
     v_wait integer;              -- milliseconds until the rate allows more
     v_wanted double precision;
     v_state awa.limit_state;
@@ -562,7 +574,6 @@ DECLARE
     w_lo_entry bigint[];
     w_hi_xid xid8[];
     w_hi_entry bigint[];
-    v_is_free boolean := false;  -- keys that are to be handed over
 BEGIN
     IF current_setting('transaction_isolation') <> 'read committed' THEN
         RAISE EXCEPTION 'awa.claim needs READ COMMITTED: an older snapshot would read an old frontier'
@@ -895,6 +906,7 @@ BEGIN
                                      AND t.priority = v_aside
                                    ORDER BY t.seq LIMIT v_limit) d
                             ORDER BY d.seq LIMIT v_limit))
+                       AND t.queue || '' = p_queue AND t.waits_for || '' = 'kind'       -- as in awa.hand_over
                        FOR UPDATE SKIP LOCKED
                 ), taken AS (
                     DELETE FROM awa.waiting_jobs t WHERE t.id = ANY (ARRAY(SELECT due.id FROM due)) RETURNING t.*
