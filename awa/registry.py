@@ -237,8 +237,8 @@ class Task(Generic[P, R]):
             given = "args" if not isinstance(self.codec, FunctionCodec) else said
             value = f"{given}.{said}" if given == "args" else said
             raise ConfigError(
-                f"{name}={said!r} of task {self.kind!r} is a text that all of its jobs would share, and the name of one of "
-                f"its args: for the value of that write {name}=lambda {given}: {value}, for a text choose another one"
+                f"{name}={said!r} of task {self.kind!r} is a text that all of its jobs would share, and the name of one"
+                f" of its args: for the value of that write {name}=lambda {given}: {value}, for a text choose another one"
             )
         if said is None or isinstance(said, str):
             return lambda args: said

@@ -54,10 +54,12 @@ BEGIN
            timeout_ms = p_timeout_ms, tags = p_tags, metadata = p_metadata, follow_ups = p_follow_ups,
            concurrency_key = p_concurrency_key, ordering_key = p_ordering_key, expires_at = p_expires_at
      WHERE t.id = p_id;
-    IF v_leaves_order AND p_notify THEN        -- a job that has begun before keeps others from running while it waits
-        PERFORM awa.release_grants(ARRAY[p_id]);
-    ELSIF v_leaves_order THEN
-        UPDATE awa.grants g SET is_over = true WHERE g.id = p_id AND NOT g.is_over;      -- as that does, but for the bell
+    IF v_leaves_order THEN        -- a job that has begun before keeps others from running while it waits
+        -- as awa.release_grants, but without what claims remove: this transaction may stay open for long
+        UPDATE awa.grants g SET is_over = true WHERE g.id = p_id AND g.scope = 'order' AND NOT g.is_over;
+        IF FOUND AND p_notify THEN
+            PERFORM awa.ring(ARRAY[w.queue]);
+        END IF;
     END IF;
     IF p_notify AND v_waits_for = 'kind' THEN
         PERFORM pg_notify(awa.channel(), chr(1) || p_queue);     -- as in awa.move_v1

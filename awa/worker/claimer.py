@@ -334,7 +334,7 @@ class Claimer:
                 # asleep till then, unless it ends before
                 open_at, arm = max(self._alone.started + SURVIVES_AFTER, now + FIRST_POLL), False
             until = open_at
-            if self._closed.states:
+            if self._closed.states and self._alone is None:  # else none is asked, though its time may have come
                 until = min(until, self._closed.next_at(spec.name for spec in self._queues if self._room(spec) > 0))
             if (bell.is_hot and self._outcomes.count) or (until > now and self._rest(until - now)):
                 open_at = 0.0

@@ -516,6 +516,7 @@ DECLARE
     v_aside_since timestamptz;
     v_limit integer := p_limit;
     v_handed integer := 0;
+    v_is_free boolean := false;  -- keys that are to be handed over
     v_wait integer;              -- milliseconds until the rate allows more
     v_wanted double precision;
     v_state awa.limit_state;
@@ -574,29 +575,33 @@ BEGIN
          ORDER BY u.claim_id DESC LIMIT 1;
         v_frontier := coalesce(r.frontier, '{}');
         v_claimed_at := coalesce(r.claimed_at, '-infinity');
-        v_state := r.limits;
-        IF m.max_running IS NOT NULL THEN
-            v_state := awa.still_open(p_queue, v_state, m.max_running, v_limit);
-            v_limit := least(v_limit, m.max_running - (SELECT coalesce(sum(s), 0) FROM unnest(v_state.open_sizes) s));
-        ELSE
-            v_state.open_claims := NULL; v_state.open_slots := NULL; v_state.open_sizes := NULL;
-        END IF;
-        IF m.rate IS NOT NULL THEN
-            v_state.tokens := least(m.burst, coalesce(
-                v_state.tokens + m.rate * greatest(extract(epoch FROM clock_timestamp() - v_state.tokens_at), 0), m.burst));
-            v_state.tokens_at := clock_timestamp();
-            IF v_state.tokens < 1 AND v_limit > 0 THEN
-                -- as many at a time as come in a tenth of a second, or the workers would ask for each by itself
-                v_wanted := least(v_limit, m.burst, greatest(1, ceil(m.rate / 10)));
-                v_wait := ceil(1000 * (v_wanted - v_state.tokens) / m.rate);
+        IF v_direct IS NULL THEN        -- else the limits allowed what was appended, whatever the clock says by now
+            v_state := r.limits;
+            IF m.max_running IS NOT NULL THEN
+                v_state := awa.still_open(p_queue, v_state, m.max_running, v_limit);
+                v_limit := least(v_limit, m.max_running - (SELECT coalesce(sum(s), 0) FROM unnest(v_state.open_sizes) s));
+            ELSE
+                v_state.open_claims := NULL; v_state.open_slots := NULL; v_state.open_sizes := NULL;
             END IF;
-            v_limit := least(v_limit, floor(v_state.tokens));
-        ELSE
-            v_state.tokens := NULL; v_state.tokens_at := NULL;
-        END IF;
-        IF v_limit < 1 THEN
-            v_flags := 32;
-            EXIT rounds;
+            IF m.rate IS NOT NULL THEN
+                -- NULL is as many as may be. So it is after a clock was set back: else nothing would start until it is
+                -- where it was.
+                v_state.tokens := least(m.burst, CASE WHEN v_state.tokens_at <= clock_timestamp() THEN v_state.tokens
+                    + m.rate * extract(epoch FROM clock_timestamp() - v_state.tokens_at) END);
+                v_state.tokens_at := clock_timestamp();
+                IF v_state.tokens < 1 AND v_limit > 0 THEN
+                    -- as many at a time as come in a tenth of a second, or the workers would ask for each by itself
+                    v_wanted := least(v_limit, m.burst, greatest(1, ceil(m.rate / 10)));
+                    v_wait := least(ceil(1000 * (v_wanted - v_state.tokens) / m.rate), 1e9);
+                END IF;
+                v_limit := least(v_limit, floor(v_state.tokens));
+            ELSE
+                v_state.tokens := NULL; v_state.tokens_at := NULL;
+            END IF;
+            IF v_limit < 1 THEN
+                v_flags := 32;
+                EXIT rounds;
+            END IF;
         END IF;
         IF v_round = 1 AND EXISTS (SELECT FROM awa.grants t WHERE t.queue = p_queue) THEN
             v_handed := awa.hand_over(p_queue, m.max_running_per_key);
@@ -843,7 +848,10 @@ BEGIN
         END LOOP;
 
         IF v_last IS NULL THEN
-            IF v_direct IS NULL AND v_aside IS NOT NULL THEN
+            IF v_direct IS NULL AND v_aside IS NOT NULL AND v_round = 20 THEN
+                v_flags := v_flags | 4;      -- no round is left in which to claim what would be appended
+                EXIT rounds;
+            ELSIF v_direct IS NULL AND v_aside IS NOT NULL THEN
                 -- by arrays: joins may be planned as walks over the whole table
                 WITH due AS MATERIALIZED (
                     SELECT t.id FROM awa.waiting_jobs t
@@ -854,6 +862,7 @@ BEGIN
                                      AND t.priority = v_aside
                                    ORDER BY t.seq LIMIT v_limit) d
                             ORDER BY d.seq LIMIT v_limit))
+                       AND t.queue || '' = p_queue AND t.waits_for || '' = 'kind'       -- as in awa.hand_over
                        FOR UPDATE SKIP LOCKED
                 ), taken AS (
                     DELETE FROM awa.waiting_jobs t WHERE t.id = ANY (ARRAY(SELECT due.id FROM due)) RETURNING t.*
@@ -885,8 +894,8 @@ BEGIN
             EXIT rounds;
         END IF;
         IF v_last.alien_entries IS NOT NULL THEN
-            PERFORM awa.set_aside(p_queue, v_last.alien_slots, v_last.alien_lanes, v_last.alien_xids,
-                                  v_last.alien_entries, v_last.alien_whys);
+            v_is_free := awa.set_aside(p_queue, v_last.alien_slots, v_last.alien_lanes, v_last.alien_xids,
+                                       v_last.alien_entries, v_last.alien_whys) OR v_is_free;
         END IF;
         EXIT rounds WHEN v_some;
         -- Only ended or set-aside entries: remember how far the walk came, or live ones behind them stay hidden.
@@ -900,8 +909,8 @@ BEGIN
             EXIT rounds;
         END IF;
     END LOOP;
-    IF v_handed > 0 THEN
-        v_flags := v_flags | 4;             -- this transaction's own entries are in no page yet
+    IF v_handed > 0 OR v_is_free THEN
+        v_flags := v_flags | 4;             -- this transaction's own entries are in no page yet; free keys are handed over
     END IF;
     IF v_flags & 48 <> 0 AND v_is_armed THEN
         -- inserts need wake nobody; without this each would, and NOTIFY lets only one commit at a time
@@ -2115,6 +2124,15 @@ BEGIN
     IF r.ids IS NULL THEN
         RETURN 0;
     END IF;
+    -- before the look at who waits: of what has a row, and comes to wait meanwhile, the row is not removed
+    SELECT array_agg(g.scope) AS scopes, array_agg(g.key) AS keys, array_agg(g.id) AS ids INTO r
+      FROM unnest(r.scopes, r.keys, r.ids) AS o(scope, key, id)
+     CROSS JOIN LATERAL (SELECT * FROM awa.grants k
+                          WHERE k.queue = p_queue AND k.scope = o.scope AND k.key = o.key AND k.id = o.id
+                            FOR UPDATE SKIP LOCKED) g;
+    IF r.ids IS NULL THEN
+        RETURN 0;
+    END IF;
     WITH free AS MATERIALIZED (
         SELECT o.scope, o.key,
                CASE o.scope WHEN 'order' THEN 1 ELSE coalesce(p_limit, 1000000) END + count(*)
@@ -2132,7 +2150,8 @@ BEGIN
     ), held AS MATERIALIZED (
         SELECT w.id FROM awa.waiting_jobs w
          WHERE w.id = ANY (ARRAY(SELECT f.id FROM first f WHERE f.n <= c_handed))
-           AND w.queue || '' = p_queue      -- no use of an index on the queue; it may have been moved just now
+           -- no use of an index on these; it may have been moved or replaced just now
+           AND w.queue || '' = p_queue AND w.waits_for || '' IN ('key', 'order')
            FOR UPDATE SKIP LOCKED
     ), next AS MATERIALIZED (
         SELECT f.*, f.id IN (SELECT h.id FROM held h) AS is_held FROM first f
@@ -2522,7 +2541,7 @@ CREATE FUNCTION awa.look_at_key(p_queue text, p_scope text, p_key text) RETURNS 
     AS $$
 BEGIN
     INSERT INTO awa.grants (queue, scope, key, id, is_over) VALUES (p_queue, p_scope, left(p_key, 201), 0, true)
-        ON CONFLICT DO NOTHING;
+        ON CONFLICT (queue, scope, key, id) DO UPDATE SET is_over = true;
     PERFORM awa.ring(ARRAY[p_queue]);
 END $$;
 
@@ -3131,10 +3150,12 @@ BEGIN
            timeout_ms = p_timeout_ms, tags = p_tags, metadata = p_metadata, follow_ups = p_follow_ups,
            concurrency_key = p_concurrency_key, ordering_key = p_ordering_key, expires_at = p_expires_at
      WHERE t.id = p_id;
-    IF v_leaves_order AND p_notify THEN        -- a job that has begun before keeps others from running while it waits
-        PERFORM awa.release_grants(ARRAY[p_id]);
-    ELSIF v_leaves_order THEN
-        UPDATE awa.grants g SET is_over = true WHERE g.id = p_id AND NOT g.is_over;      -- as that does, but for the bell
+    IF v_leaves_order THEN        -- a job that has begun before keeps others from running while it waits
+        -- as awa.release_grants, but without what claims remove: this transaction may stay open for long
+        UPDATE awa.grants g SET is_over = true WHERE g.id = p_id AND g.scope = 'order' AND NOT g.is_over;
+        IF FOUND AND p_notify THEN
+            PERFORM awa.ring(ARRAY[w.queue]);
+        END IF;
     END IF;
     IF p_notify AND v_waits_for = 'kind' THEN
         PERFORM pg_notify(awa.channel(), chr(1) || p_queue);     -- as in awa.move_v1
@@ -3511,7 +3532,7 @@ BEGIN
     RETURN NULL;
 END $$;
 
-CREATE FUNCTION awa.set_aside(p_queue text, p_slots smallint[], p_lanes smallint[], p_xids xid8[], p_entries bigint[], p_whys text[]) RETURNS void
+CREATE FUNCTION awa.set_aside(p_queue text, p_slots smallint[], p_lanes smallint[], p_xids xid8[], p_entries bigint[], p_whys text[]) RETURNS boolean
     LANGUAGE plpgsql
     SET plan_cache_mode TO 'force_generic_plan'
     SET enable_seqscan TO 'off'
@@ -3521,8 +3542,20 @@ CREATE FUNCTION awa.set_aside(p_queue text, p_slots smallint[], p_lanes smallint
 DECLARE
     v_claim bigint := nextval('awa.claim_id_seq');
     v_now timestamptz := clock_timestamp();
+    v_is_free boolean := false;
     r record;
 BEGIN
+    IF p_whys && ARRAY['kind', 'order']
+       AND (SELECT m.max_running_per_key FROM awa.queue_meta m WHERE m.queue = p_queue) IS NOT NULL THEN
+        UPDATE awa.grants g SET is_over = true
+          FROM unnest(p_slots, p_lanes, p_xids, p_entries, p_whys) AS a(slot, lane, xid, entry_id, why)
+         CROSS JOIN LATERAL (SELECT j.id FROM awa.jobs j
+                              WHERE j.slot = a.slot AND j.queue = p_queue AND j.lane = a.lane AND j.xid = a.xid
+                                AND j.entry_id = a.entry_id LIMIT 1) j
+         WHERE a.why IN ('kind', 'order') AND g.id = j.id AND g.queue = p_queue AND g.scope = 'key' AND g.claim_id = 0
+           AND NOT g.is_over;
+        v_is_free := FOUND;
+    END IF;
     WITH lost AS (            -- of a key that more had in hand than may by now: they come first again
         DELETE FROM awa.grants g
          USING unnest(p_slots, p_lanes, p_xids, p_entries, p_whys) AS a(slot, lane, xid, entry_id, why)
@@ -3547,7 +3580,8 @@ BEGIN
         INSERT INTO awa.grants AS t (queue, scope, key, id)
         SELECT p_queue, 'order', left(e.ordering_key, 201), e.id FROM entry e
          WHERE e.why IN ('key', 'kind') AND e.ordering_key IS NOT NULL
-            ON CONFLICT (queue, scope, key, id) DO UPDATE SET is_over = false
+            ON CONFLICT (queue, scope, key, id) DO UPDATE        -- of an earlier attempt, which may have failed
+           SET claim_id = 0, entry_id = NULL, slot = NULL, idx = NULL, is_over = false
     )
     INSERT INTO awa.waiting_jobs (id, seq, created_at, priority, attempt, max_attempts, timeout_ms, state, waits_for,
                                   wait_key, queue, kind, args, metadata, tags, concurrency_key, ordering_key, unique_key,
@@ -3588,7 +3622,9 @@ BEGIN
                array_agg(e.jobs ORDER BY e.n) AS jobs, array_agg(e.unique_key ORDER BY e.n) AS keys
           INTO r FROM entry e;
         PERFORM awa.conclude(r.ids, r.outcomes, r.jobs, r.keys);
+        v_is_free := v_is_free OR EXISTS (SELECT FROM awa.grants g WHERE g.id = ANY (r.ids));
     END IF;
+    RETURN v_is_free;
 END $$;
 
 CREATE FUNCTION awa.set_priority_v1(p_id bigint, p_priority integer, OUT happened text, OUT state text) RETURNS record

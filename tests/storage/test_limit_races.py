@@ -15,14 +15,17 @@ from tests.storage.engine import (
     COME_AGAIN,
     Conn,
     Member,
+    Outcome,
     cancel,
     claim,
     complete,
     fall_silent,
     fence,
     insert,
+    move,
     register,
     rescue,
+    retry,
     settle,
     transaction,
 )
@@ -231,6 +234,132 @@ def test_the_limit_of_a_key_holds_for_those_behind_one_that_is_held(conn: Conn, 
         other.execute("COMMIT")
     settle(conn, runtime, last)
     assert drain(conn, runtime) == [3]
+
+
+# --- keys that change hands on the way
+
+
+def patiently(conn: Conn, runtime: int) -> list[int]:
+    """As drain, of jobs that are handed keys, set aside and handed others before anything starts."""
+    order = []
+    for _ in range(20):
+        claimed = claim(conn, runtime)
+        order += claimed.numbers
+        settle(conn, runtime, claimed.members)
+    assert waits(conn) == []
+    assert find_mismatches(conn, AWA) == []
+    return order
+
+
+def test_one_of_an_unknown_kind_hands_its_key_on(conn: Conn) -> None:
+    """Guard: a concurrency key is for those who run; nobody may ever come who knows that kind."""
+    limit(conn, max_running_per_key=1)
+    knows_both, knows_one = register(conn), register(conn)
+    for n, kind in enumerate(["y", "x", "y"], 1):
+        insert(conn, n, kind=kind, key="a")
+    first = claim(conn, knows_both, kinds=["x", "y"]).members
+    settle(conn, knows_both, first)
+    assert claim(conn, knows_one, kinds=["y"]).flags & COME_AGAIN, "2 has the key"
+    aside = claim(conn, knows_one, kinds=["y"])
+    assert (aside.members, aside.flags & COME_AGAIN) == ([], COME_AGAIN), "3 is to have it"
+    assert claim(conn, knows_one, kinds=["y"]).flags & COME_AGAIN
+    [third] = claim(conn, knows_one, kinds=["y"]).members
+    assert claim(conn, knows_both, kinds=["x", "y"]).members == []
+    settle(conn, knows_one, [third])
+    assert patiently(conn, knows_both) == [2]
+
+
+def test_two_jobs_with_the_same_two_keys_never_wait_for_each_other(conn: Conn) -> None:
+    """Guard: who finds its ordering key taken keeps no concurrency key meanwhile; its holder may wait for that one."""
+    runtime = register(conn)
+    for queue in ("q", "elsewhere"):
+        limit(conn, queue, max_running_per_key=1)
+        insert(conn, 1, queue=queue, key="a")
+    [first] = claim(conn, runtime).members
+    assert claim(conn, runtime, queue="elsewhere").numbers == [1]
+    [moved] = insert(conn, 2, queue="elsewhere", key="a", order="o")
+    claim(conn, runtime, queue="elsewhere")
+    assert move(conn, moved, "q") == ("moved", "available")
+    insert(conn, 3, key="a", order="o")
+    claim(conn, runtime)
+    assert waits(conn) == [("key", "a", 2), ("key", "a", 3)]
+    settle(conn, runtime, [first])
+    assert patiently(conn, runtime) == [3, 2]
+
+
+def test_a_move_brings_one_that_waits_while_a_claim_removes_the_row_of_its_key(conn: Conn, other: Conn) -> None:
+    """Guard: the move takes the row, and a claim looks who waits when it has it; else nobody would ever look."""
+    runtime = register(conn)
+    for queue in ("q", "elsewhere"):
+        limit(conn, queue, max_running_per_key=1)
+    insert(conn, 1, queue="elsewhere", key="a")
+    claim(conn, runtime, queue="elsewhere")
+    second, third = insert(conn, 2, 3, queue="elsewhere", key="a")
+    claim(conn, runtime, queue="elsewhere")
+    conn.execute("SELECT awa.look_at_key('q', 'key', 'a')")
+    with transaction(other):
+        assert move(other, second, "q")[0] == "moved"
+        assert claim(conn, runtime).members == []
+        other.execute("COMMIT")
+    assert find_mismatches(conn, AWA) == []
+    [second_member] = started(conn, runtime)
+    assert second_member.id == second
+    settle(conn, runtime, [second_member])
+    conn.execute("SELECT awa.look_at_key('q', 'key', 'a')")
+    with transaction(other):
+        claim(other, runtime)
+        assert move(conn, third, "q")[0] == "busy"
+        other.execute("COMMIT")
+    assert move(conn, third, "q")[0] == "moved"
+    assert patiently(conn, runtime) == [3]
+
+
+def test_a_job_that_is_replaced_in_a_long_transaction_holds_no_claim_up(conn: Conn, other: Conn) -> None:
+    """Guard: that transaction leaves alone the rows which claims remove, and claims those which others hold."""
+    limit(conn, max_running_per_key=1)
+    runtime = register(conn)
+    enqueue = (
+        """SELECT awa.enqueue_v2('noop', '{"n": 1}', 'q', p_unique_key => '\\x00112233445566778899aabbccddeeff',"""
+    )
+    conn.execute(f"{enqueue} p_concurrency_key => 'a', p_ordering_key => 'o')")
+    [first] = claim(conn, runtime).members
+    settle(conn, runtime, others=[Outcome(first, "retried", 60.0)])
+    insert(conn, 2)
+    insert(conn, 3, key="a")
+    insert(conn, 4, order="o")
+    with transaction(other):
+        other.execute(f"{enqueue} p_on_conflict => 'replace', p_delay => '1 h')")
+        assert claim(conn, runtime).numbers == [2, 3]
+        other.execute("COMMIT")
+    assert [member.args for member in started(conn, runtime)] == ['{"n" : 4}']
+    insert(conn, 5, key="b")
+    settle(conn, runtime, claim(conn, runtime).members)
+    with transaction(other):
+        other.execute("SELECT FROM awa.grants WHERE key = 'b' FOR UPDATE")
+        insert(conn, 6)
+        assert claim(conn, runtime).numbers == [6]
+        other.execute("COMMIT")
+
+
+def test_one_that_is_retried_after_it_failed_holds_its_order_while_it_waits_for_a_key(conn: Conn, other: Conn) -> None:
+    """Guard: the row of the attempt that failed is its own again, though no claim came across it: they look at some."""
+    limit(conn, max_running_per_key=1)
+    runtime = register(conn)
+    [job] = insert(conn, 1, key="a", order="o")
+    [failing] = claim(conn, runtime).members
+    settle(conn, runtime, others=[Outcome(failing, "failed")])
+    insert(conn, 2, key="a")
+    with transaction(other):
+        other.execute("SELECT FROM awa.grants WHERE scope = 'order' FOR KEY SHARE")  # as if there were too many
+        [second] = claim(conn, runtime).members
+        assert retry(conn, job)[0] == "retried"
+        assert claim(conn, runtime).members == []
+        other.execute("COMMIT")
+    insert(conn, 3, order="o")
+    assert started(conn, runtime) == []
+    assert waits(conn) == [("key", "a", 1), ("order", "o", 3)]
+    settle(conn, runtime, [second])
+    assert patiently(conn, runtime) == [1, 3]
 
 
 # --- segments

@@ -251,6 +251,19 @@ def test_tokens_come_back_with_time_and_no_more_than_the_burst(conn: Conn) -> No
     limit(conn, rate=0.01, burst=2)
     pass_time(3.6e6)
     assert len(claim(conn, runtime).members) == 2
+    assert claim(conn, runtime).flags == FULL
+    pass_time(-3600.0)  # the clock was set back by an hour
+    assert len(claim(conn, runtime).members) == 2
+
+
+def test_a_rate_of_nearly_nothing_is_asked_again_in_days(conn: Conn) -> None:
+    """Rule: the milliseconds fit the column, whatever plain SQL has set; else no claim came through any more."""
+    runtime = register(conn)
+    limit(conn, rate=1e-200, burst=1)
+    insert(conn, 1, 2)
+    assert claim(conn, runtime).numbers == [1]
+    empty = claim(conn, runtime)
+    assert (empty.flags, empty.wait_ms) == (FULL, 1_000_000_000)
 
 
 def test_rate_and_max_running_hold_together(conn: Conn) -> None:
@@ -360,8 +373,8 @@ def test_a_job_that_is_cancelled_with_the_key_in_hand_passes_it_on(conn: Conn) -
     ids = insert(conn, 1, 2, 3, key="a")
     running = take(conn, runtime).members
     settle(conn, runtime, running)
-    assert take(conn, runtime, kinds=["another"]).members == []
-    assert scalar(conn, "SELECT waits_for FROM awa.waiting_jobs WHERE id = %s", ids[1]) == "kind"
+    assert claim(conn, runtime).flags == COME_AGAIN, "it is handed over, and starts with the next claim"
+    assert state(conn, ids[1]) == "available"
     assert cancel(conn, ids[1]) == ("cancelled", "cancelled")
     assert take(conn, runtime).numbers == [3]
 
@@ -626,7 +639,7 @@ def test_a_claim_that_sets_much_aside_ends_after_a_while_and_says_come_again(con
     arguments = "p_queue text, p_slots smallint[], p_lanes smallint[], p_xids xid8[], p_entries bigint[], p_whys text[]"
     conn.execute("ALTER FUNCTION awa.set_aside RENAME TO set_aside_at_once")
     conn.execute(
-        f"CREATE FUNCTION awa.set_aside({arguments}) RETURNS void LANGUAGE sql"
+        f"CREATE FUNCTION awa.set_aside({arguments}) RETURNS boolean LANGUAGE sql"
         " AS $$ SELECT awa.set_aside_at_once($1, $2, $3, $4, $5, $6) FROM pg_sleep(0.3) $$"
     )
     claimed = claim(conn, runtime, limit=10)

@@ -170,3 +170,33 @@ def test_another_worker_answers_for_the_queue_meanwhile(
     for _ in range(3):
         assert ended(client, insert_work(client, "default")[0], timeout=5).state == "completed"
     assert not suspect.go_on.is_set()
+
+
+def test_a_full_queue_beside_it_keeps_no_thread_awake(
+    client: awa.Client,
+    start_worker: StartWorker,
+    conn: Conn,
+    suspect: Suspect,
+    ran: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(claimer, "SURVIVES_AFTER", 1.0)
+    looks: list[int] = []
+    exchange = claimer.Claimer._exchange
+
+    def counting(self: claimer.Claimer, flushes: Any, wanted: Any) -> Any:
+        looks.append(len(wanted))
+        return exchange(self, flushes, wanted)
+
+    monkeypatch.setattr(claimer.Claimer, "_exchange", counting)
+    engine.scalar(conn, "SELECT awa.limit_queue_v1('full', '{\"max_running\": 1}')")
+    other = engine.register(conn)
+    insert_work(client, "full", "full")
+    assert len(engine.claim(conn, other, queue="full").members) == 1
+    start_worker(client, threads=2, queues=["default", "full"], poll_interval=0.2)
+    wait_until(lambda: len(looks) > 5)
+    rescued(conn, "default")
+    suspect.wait()
+    looks.clear()
+    time.sleep(0.8)
+    assert len(looks) < 100, "for it is not asked meanwhile"
