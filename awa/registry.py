@@ -238,7 +238,7 @@ class Task(Generic[P, R]):
             value = f"{given}.{said}" if given == "args" else said
             raise ConfigError(
                 f"{name}={said!r} of task {self.kind!r} is a text that all of its jobs would share, and the name of one"
-                f" of its args: for the value of that write {name}=lambda {given}: {value}, for a text choose another one"
+                f" of its args: for the value of that write {name}=lambda {given}: {value}, else choose another text"
             )
         if said is None or isinstance(said, str):
             return lambda args: said
