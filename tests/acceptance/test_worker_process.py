@@ -84,8 +84,8 @@ def test_a_killed_workers_jobs_run_again_and_all_end_exactly_once(
     app: WorkerProcesses, client: awa.Client, conn: Conn
 ) -> None:
     first = started(app.start("app:client", "--threads", "4", *QUICK))
-    jobs = client.insert_many([awa.NewJob({"seconds": 0.02}, kind="work") for _ in range(200)])
     second = started(app.start("app:client", "--threads", "4", *QUICK))
+    jobs = client.insert_many([awa.NewJob({"seconds": 0.02}, kind="work") for _ in range(200)])
     wait_until(lambda: begun(conn, first.pid) >= 20 and begun(conn, second.pid) >= 20)
     first.signal(signal.SIGKILL)
     first.wait()

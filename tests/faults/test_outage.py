@@ -221,6 +221,7 @@ def test_a_crash_loses_no_job_and_nothing_that_was_acknowledged(
             runtime = worker.runtime
             found = conn.execute(
                 "SELECT DISTINCT c.runtime, x.flush FROM awa.completions x JOIN awa.claims c USING (slot, claim_id)"
+                " UNION SELECT c.runtime, e.flush FROM awa.attempt_ends e JOIN awa.claims c USING (slot, claim_id)"
             ).fetchall()
             assert acknowledged <= set(found)
             assert {owner for owner, _ in acknowledged} == {runtime}

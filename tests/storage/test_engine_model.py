@@ -31,7 +31,7 @@ from tests.storage.model.sessions import Sessions
 from tests.storage.model.turning import Turning
 
 # Read here: the fixtures take every setting of the developer's out of the environment.
-ENOUGH = 3000
+ENOUGH = 1800
 STEPS = int(os.environ.get("AWA_PROPERTY_STEPS") or ENOUGH)
 SEED = os.environ.get("AWA_PROPERTY_SEED") or "1"
 SHRINKS = "AWA_PROPERTY_SHRINK" in os.environ

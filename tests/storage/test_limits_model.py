@@ -34,7 +34,8 @@ from tests.storage.engine import (
 from tests.storage.test_limits import limit
 
 KINDS = (["x", "y"], ["x"], None)
-STEPS = int(os.environ.get("AWA_PROPERTY_STEPS", "200"))
+SEEDS = 6
+STEPS = int(os.environ.get("AWA_PROPERTY_STEPS") or 1200) // SEEDS
 
 # One snapshot: the attempts that are open, with their keys.
 OPEN = """
@@ -246,7 +247,7 @@ class History:
             assert ids == sorted(ids), f"{key}: started in the order {ids}"
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(SEEDS))
 def test_limits_hold_and_nobody_is_stuck_whatever_happens(
     conn: Conn, open_connection: Callable[[], Conn], seed: int
 ) -> None:
