@@ -207,7 +207,7 @@ def test_a_crash_loses_no_job_and_nothing_that_was_acknowledged(
                 inserted.update(job.id for job in jobs)
 
     worker = start_worker(client, threads=4, heartbeat=0.5, stale_after=5)
-    producers = [threading.Thread(target=produce) for _ in range(2)]
+    producers = [threading.Thread(target=produce, daemon=True) for _ in range(2)]
     for producer in producers:
         producer.start()
     for _ in range(2):
