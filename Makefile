@@ -13,7 +13,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test slow lint bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -21,14 +21,17 @@ help: ## show this list
 demo: $(VENV)/demo.stamp ## run real jobs on a private PostgreSQL, kill a worker, lose nothing
 	@AWA_EMBEDDED=$${AWA_EMBEDDED:-1} $(BIN)/awa demo
 
-test: $(VENV)/dev.stamp ## run the tests, on the system's PostgreSQL if there is one and on the embedded one
+test: $(VENV)/dev.stamp ## run the quick tests, on the system's PostgreSQL if there is one and on the embedded one
 	@if $(BIN)/python -c 'import os, sys; from awa.embedded import from_system; sys.exit(not from_system(os.environ))'
 	then
-		$(BIN)/python -m pytest $(TOGETHER) --pg=system
+		$(BIN)/python -m pytest $(TOGETHER) --pg=system -m 'not slow'
 		AWA_PROPERTY_STEPS=500 $(BIN)/python -m pytest $(TOGETHER) --pg=embedded -m 'not slow' $(SERVED) $(BUT)
 	else
-		$(BIN)/python -m pytest $(TOGETHER) --pg=embedded
+		$(BIN)/python -m pytest $(TOGETHER) --pg=embedded -m 'not slow'
 	fi
+
+slow: $(VENV)/dev.stamp ## run the tests that take more than five seconds: crashes, failovers, chaos
+	@$(BIN)/python -m pytest $(TOGETHER) -m slow
 
 lint: $(VENV)/dev.stamp ## check style and types
 	@$(BIN)/ruff check .

@@ -333,7 +333,12 @@ def _range(first: int, last: int) -> str:
     return f"version {last}" if first == last else f"versions {first} to {last}"
 
 
-HAS_BOOKS = "SELECT to_regclass('awa.schema_migrations') IS NOT NULL"
+# Not to_regclass: once it has found nothing, it may go on to within the transaction, although another starter has made
+# the table by now and the lock was got.
+HAS_BOOKS = """
+    SELECT EXISTS (SELECT FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+                    WHERE n.nspname = %(schema)s AND c.relname = 'schema_migrations')
+"""
 
 APPLIED = """
     SELECT version, name, checksum, applied_at
@@ -344,7 +349,7 @@ APPLIED = """
 
 def _read_applied(conn: psycopg.Connection[Any], schema: Schema) -> dict[int, Applied]:
     with conn.cursor(row_factory=tuple_row) as cursor:
-        cursor.execute(schema.sql(HAS_BOOKS), prepare=False)
+        cursor.execute(HAS_BOOKS, {"schema": schema.name}, prepare=False)
         if cursor.fetchone() != (True,):
             return {}
     with conn.cursor(row_factory=class_row(Applied)) as rows:

@@ -42,7 +42,7 @@ from tests.storage.engine import (
     settle,
 )
 
-LARGE = 30_000
+LARGE = 60_000
 
 SEGMENTED = re.compile(
     r"(jobs|claims|completions|attempt_ends)(_\d)?|waiting_jobs|ended_jobs|job_uniques|grants|queue_meta"
