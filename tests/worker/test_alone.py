@@ -67,17 +67,28 @@ def ran(client: awa.Client) -> list[float]:
     return ran
 
 
-def rescued(conn: Conn, *queues: str) -> list[int]:
-    """Suspects whose first attempts died with their worker; their inserts have rung no bell, their rescue does."""
-    dead = engine.register(conn)
+def begun(conn: Conn, *queues: str) -> tuple[int, list[int]]:
+    """Another worker's runtime and the suspects that it has begun; their inserts have rung no bell."""
+    other = engine.register(conn)
     jobs = []
     for queue in queues:
         jobs.append(engine.scalar(conn, INSERT, queue))
         # a worker may claim there just now, in vain, and hold the queue
-        wait_until(lambda queue=queue: engine.claim(conn, dead, queue=queue).ids == jobs[-1:])
+        wait_until(lambda queue=queue: engine.claim(conn, other, queue=queue).ids == jobs[-1:])
+    return other, jobs
+
+
+def rescue(conn: Conn, dead: int, jobs: list[int]) -> None:
+    """Let the suspects' worker be dead; this rings the bells."""
     engine.fall_silent(conn, dead)
     assert engine.fence(conn, dead)
     assert engine.rescue(conn, dead) == (len(jobs), len(jobs), 0)
+
+
+def rescued(conn: Conn, *queues: str) -> list[int]:
+    """Suspects whose first attempts died with their worker."""
+    dead, jobs = begun(conn, *queues)
+    rescue(conn, dead, jobs)
     return jobs
 
 
@@ -194,9 +205,10 @@ def test_a_full_queue_beside_it_keeps_no_thread_awake(
     other = engine.register(conn)
     insert_work(client, "full", "full")
     assert len(engine.claim(conn, other, queue="full").members) == 1
+    dead, jobs = begun(conn, "default")  # before the worker, whose polls would take it
     start_worker(client, threads=2, queues=["default", "full"], poll_interval=0.2)
     wait_until(lambda: len(looks) > 5)
-    rescued(conn, "default")
+    rescue(conn, dead, jobs)
     suspect.wait()
     looks.clear()
     time.sleep(0.8)
