@@ -1,0 +1,2 @@
+-- Holds a number.
+SELECT;
