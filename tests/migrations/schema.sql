@@ -4371,6 +4371,12 @@ CREATE TABLE awa.completions_0 (
 )
 WITH (autovacuum_enabled=off, toast.autovacuum_enabled=off);
 
+CREATE TABLE awa.descriptor_versions (
+    descriptor_hash text NOT NULL COLLATE pg_catalog."C",
+    fields jsonb NOT NULL,
+    last_seen_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL
+);
+
 CREATE TABLE awa.ended_jobs (
     id bigint NOT NULL,
     created_at timestamp with time zone NOT NULL,
@@ -4404,6 +4410,23 @@ CREATE TABLE awa.gone_runtimes (
     runtime bigint NOT NULL,
     gone_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL
 );
+
+CREATE TABLE awa.job_kind_descriptors (
+    kind text NOT NULL COLLATE pg_catalog."C",
+    display_name text,
+    description text,
+    owner text,
+    docs_url text,
+    tags text[] DEFAULT '{}'::text[] NOT NULL,
+    extra jsonb DEFAULT '{}'::jsonb NOT NULL,
+    descriptor_hash text NOT NULL COLLATE pg_catalog."C",
+    sync_interval_ms integer DEFAULT 10000 NOT NULL,
+    created_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
+    updated_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
+    last_seen_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
+    CONSTRAINT job_kind_descriptors_kind_check CHECK ((octet_length(kind) <= 800))
+)
+WITH (fillfactor='50');
 
 CREATE TABLE awa.jobs_0 (
     xid xid8 DEFAULT pg_current_xact_id() NOT NULL,
@@ -4447,6 +4470,23 @@ CREATE TABLE awa.origin (
     recorded_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
     CONSTRAINT origin_is_only_check CHECK (is_only)
 );
+
+CREATE TABLE awa.queue_descriptors (
+    queue text NOT NULL COLLATE pg_catalog."C",
+    display_name text,
+    description text,
+    owner text,
+    docs_url text,
+    tags text[] DEFAULT '{}'::text[] NOT NULL,
+    extra jsonb DEFAULT '{}'::jsonb NOT NULL,
+    descriptor_hash text NOT NULL COLLATE pg_catalog."C",
+    sync_interval_ms integer DEFAULT 10000 NOT NULL,
+    created_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
+    updated_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
+    last_seen_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
+    CONSTRAINT queue_descriptors_queue_check CHECK ((octet_length(queue) <= 800))
+)
+WITH (fillfactor='50');
 
 CREATE TABLE awa.queue_meta (
     queue text NOT NULL COLLATE pg_catalog."C",
@@ -4492,6 +4532,20 @@ CREATE TABLE awa.runtime_instances (
     ended_at timestamp with time zone,
     timeout_ms integer,
     kind_timeouts json,
+    stale_after_ms integer,
+    queue_descriptor_hashes json,
+    job_kind_descriptor_hashes json,
+    queue_descriptor_set text COLLATE pg_catalog."C",
+    job_kind_descriptor_set text COLLATE pg_catalog."C",
+    snapshot_interval_ms integer,
+    snapshot_at timestamp with time zone,
+    threads integer,
+    busy integer,
+    in_flight json,
+    health json,
+    kinds json,
+    quiet_at timestamp with time zone,
+    quiet_by text,
     CONSTRAINT runtime_instances_newest_claim_check CHECK ((newest_claim >= 0))
 )
 WITH (fillfactor='50');
@@ -4563,6 +4617,9 @@ ALTER TABLE ONLY awa.completions
 ALTER TABLE ONLY awa.completions_0
     ADD CONSTRAINT completions_0_pkey PRIMARY KEY (slot, claim_id, flush);
 
+ALTER TABLE ONLY awa.descriptor_versions
+    ADD CONSTRAINT descriptor_versions_pkey PRIMARY KEY (descriptor_hash);
+
 ALTER TABLE ONLY awa.ended_jobs
     ADD CONSTRAINT ended_jobs_pkey PRIMARY KEY (id);
 
@@ -4574,6 +4631,9 @@ ALTER TABLE ONLY awa.gone_runtimes
 
 ALTER TABLE ONLY awa.grants
     ADD CONSTRAINT grants_pkey PRIMARY KEY (queue, scope, key, id);
+
+ALTER TABLE ONLY awa.job_kind_descriptors
+    ADD CONSTRAINT job_kind_descriptors_pkey PRIMARY KEY (kind);
 
 ALTER TABLE ONLY awa.job_uniques
     ADD CONSTRAINT job_uniques_pkey PRIMARY KEY (key);
@@ -4589,6 +4649,9 @@ ALTER TABLE ONLY awa.leases
 
 ALTER TABLE ONLY awa.origin
     ADD CONSTRAINT origin_pkey PRIMARY KEY (is_only);
+
+ALTER TABLE ONLY awa.queue_descriptors
+    ADD CONSTRAINT queue_descriptors_pkey PRIMARY KEY (queue);
 
 ALTER TABLE ONLY awa.queue_meta
     ADD CONSTRAINT queue_meta_pkey PRIMARY KEY (queue);
