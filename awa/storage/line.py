@@ -114,9 +114,10 @@ class Settled:
     flush: Flush
     """Which."""
     stale: list[tuple[int, int]] = field(default_factory=list)
-    """Members (claim id, position) whose outcome was refused: they had ended before."""
+    """Members (claim id, position) whose outcome was refused: they had ended before, or a crash of the server has
+    forgotten their claim."""
     error: psycopg.Error | None = None
-    """Why nothing of it was recorded; None when it is, now or by an earlier sending of the same flush."""
+    """Why nothing of it was recorded; None when all but what is stale is, now or by an earlier sending of it."""
 
 
 @dataclass(slots=True)

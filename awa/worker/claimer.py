@@ -504,7 +504,11 @@ class Claimer:
                 self._outcomes.acknowledged(flush)
                 # A doubtful end that is refused stands already: the handler's own transaction committed it.
                 if settled.stale and not flush.is_doubtful:
-                    log.warning("%d outcomes were refused: their attempts had been taken over", len(settled.stale))
+                    log.warning(
+                        "%d outcomes were refused: others had ended their attempts, or a crash of the server has"
+                        " forgotten that they were claimed",
+                        len(settled.stale),
+                    )
                 continue
             again = time.monotonic() + RETRY_PAUSE
             if flush.count > 1 and error.sqlstate not in PASSING:

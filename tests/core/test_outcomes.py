@@ -10,25 +10,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from awa._core import Crew, Flush, Handler, Outcomes
-from tests.fixtures.batches import RUNTIME, make_batch
+from awa._core import Crew, Handler, Outcomes
+from tests.fixtures.batches import RUNTIME, make_batch, successes
 from tests.fixtures.db import wait_until
 
 THREADS, ROUNDS, SIZE = 3, 20, 200
-
-
-def numbers(data: bytes, width: int) -> list[int]:
-    """The elements of a binary array of integers."""
-    return [int.from_bytes(data[at + 4 : at + 4 + width], "big", signed=True) for at in range(20, len(data), 4 + width)]
-
-
-def members(flush: Flush) -> list[tuple[int, int]]:
-    """Claim and position of every success in *flush*."""
-    claims, lows, highs = numbers(flush.arrays[0], 8), numbers(flush.arrays[3], 4), numbers(flush.arrays[4], 4)
-    idx = numbers(flush.arrays[5], 2)
-    return [
-        (claim, member) for claim, low, high in zip(claims, lows, highs, strict=True) for member in idx[low - 1 : high]
-    ]
 
 
 class Garbage:
@@ -87,7 +73,7 @@ def test_successes_are_taken_once_whatever_the_collector_does_meanwhile(collecti
         Garbage.is_slow = False
         kept.clear()
         for flush in flushes:
-            taken.update(members(flush))
+            taken.update(successes(flush))
             outcomes.acknowledged(flush)
 
     give_up_at = time.monotonic() + 30

@@ -6,9 +6,10 @@ a good plan reads few rows, whatever the tables hold.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -206,11 +207,25 @@ def a_long_history(conn: Conn, runtime: int) -> None:
 
 Content = Callable[[Conn, int], None]
 
-contents = pytest.mark.parametrize(
-    "content", [nothing, one_queue, one_huge_of_many, a_thin_one_of_many, a_long_history]
+
+def looked_through(contents: Sequence[Content], quick: Collection[tuple[str, Content]]) -> pytest.MarkDecorator:
+    """Every content with every kind of statistics; all but the *quick* pairs are left to the slow tests."""
+    pairs = itertools.product(("none", "fresh", "stale"), contents)
+    marks = [pytest.param(*pair, marks=() if pair in quick else pytest.mark.slow) for pair in pairs]
+    return pytest.mark.parametrize("statistics, content", marks)
+
+
+contents = looked_through(
+    [nothing, one_queue, one_huge_of_many, a_thin_one_of_many, a_long_history],
+    quick=[
+        *(("none", nothing), ("none", one_huge_of_many), ("fresh", a_thin_one_of_many)),
+        *(("stale", one_queue), ("stale", a_long_history)),
+    ],
 )
-some_contents = pytest.mark.parametrize("content", [one_queue, a_long_history])
-statistics = pytest.mark.parametrize("statistics", ["none", "fresh", "stale"])
+some_contents = looked_through(
+    [one_queue, a_long_history], quick=[("none", a_long_history), ("fresh", one_queue), ("stale", one_queue)]
+)
+statistics = pytest.mark.parametrize("statistics", ["none", pytest.param("fresh", marks=pytest.mark.slow), "stale"])
 
 
 def prepare(conn: Conn, statistics: str, content: Content) -> int:
@@ -272,7 +287,6 @@ def control(conn: Conn, runtime: int, to_ask: int, to_force: int, to_cancel: int
 
 
 @contents
-@statistics
 def test_claim_and_settle_read_few_rows(conn: Conn, explained: Explained, content: Content, statistics: str) -> None:
     """Guard: the order of the walk's joins and its index conditions; rows that are looked up one by one in settle."""
     runtime = prepare(conn, statistics, content)
@@ -297,7 +311,6 @@ def test_claim_and_settle_read_few_rows(conn: Conn, explained: Explained, conten
 
 
 @some_contents
-@statistics
 def test_an_empty_claim_reads_almost_nothing(
     conn: Conn, explained: Explained, content: Content, statistics: str
 ) -> None:
@@ -442,7 +455,6 @@ def test_promotion_reads_only_what_is_due(conn: Conn, explained: Explained, stat
 
 
 @some_contents
-@statistics
 def test_completion_reads_its_own_rows(conn: Conn, explained: Explained, content: Content, statistics: str) -> None:
     """Guard: complete_v1 finds the claim by (runtime, claim_id) and the entry by its lane."""
     runtime = prepare(conn, statistics, content)
@@ -455,7 +467,6 @@ def test_completion_reads_its_own_rows(conn: Conn, explained: Explained, content
 
 
 @contents
-@statistics
 def test_rescue_reads_the_open_claims_of_its_runtime(
     conn: Conn, explained: Explained, content: Content, statistics: str
 ) -> None:
@@ -478,7 +489,6 @@ def test_rescue_reads_the_open_claims_of_its_runtime(
 
 
 @some_contents
-@statistics
 def test_control_reads_few_rows(conn: Conn, explained: Explained, content: Content, statistics: str) -> None:
     """Guard: the frontier, the open claims and the entry are found by index, under locks that others wait for.
 
@@ -500,7 +510,6 @@ def test_control_reads_few_rows(conn: Conn, explained: Explained, content: Conte
 
 
 @contents
-@statistics
 def test_a_look_for_overdue_attempts_reads_the_open_claims_of_its_runtime(
     conn: Conn, explained: Explained, content: Content, statistics: str
 ) -> None:
@@ -579,11 +588,13 @@ def many_claims(conn: Conn, runtime: int) -> None:
     )
 
 
-looked_at = pytest.mark.parametrize("content", [nothing, one_queue, one_huge_of_many, many_claims])
+looked_at = looked_through(
+    [nothing, one_queue, one_huge_of_many, many_claims],
+    quick=[("none", one_huge_of_many), ("fresh", many_claims), ("stale", nothing), ("stale", many_claims)],
+)
 
 
 @looked_at
-@statistics
 def test_finding_a_job_reads_few_rows(conn: Conn, explained: Explained, content: Content, statistics: str) -> None:
     """Guard: the claim of an entry is found by halving, and the entry by a summarised range of ids."""
     prepare(conn, statistics, content)
@@ -605,7 +616,6 @@ def test_finding_a_job_reads_few_rows(conn: Conn, explained: Explained, content:
 
 @pytest.mark.slow
 @looked_at
-@statistics
 def test_lists_read_little_more_than_they_show(
     conn: Conn, explained: Explained, content: Content, statistics: str
 ) -> None:
@@ -630,7 +640,6 @@ def test_lists_read_little_more_than_they_show(
 
 
 @looked_at
-@statistics
 def test_counts_stop_at_their_limit(
     conn: Conn, explained: Explained, content: Content, statistics: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -780,7 +789,6 @@ def let_go(conn: Conn, runtime: int) -> None:
     settle(conn, runtime, claim(conn, runtime, queue="children").members)
 
 
-@pytest.mark.parametrize("statistics", ["none", "stale"])
 @some_contents
 def test_jobs_that_wait_for_others_are_let_go_by_few_rows(
     conn: Conn, explained: Explained, content: Content, statistics: str
@@ -800,6 +808,8 @@ def test_jobs_that_wait_for_others_are_let_go_by_few_rows(
         f"INSERT INTO awa.waiting_jobs (run_at, queue, kind, unique_key)"
         f" SELECT now() + interval '1 h', 'q', 'noop', sha256(n::text::bytea) FROM generate_series(1, {LARGE // 10}) n"
     )
+    if statistics == "fresh":
+        conn.execute("ANALYZE")
     let_go(conn, runtime)
     with explained.watch() as plans:
         let_go(conn, runtime)

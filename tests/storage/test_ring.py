@@ -311,7 +311,7 @@ def test_a_straggler_in_an_open_transaction_holds_prune_off(conn: Conn, other: C
         settle(conn, runtime, claim(conn, runtime).members)
         turn(conn)
         assert prune(conn, 0, 1) == "busy"
-        conn.execute("ALTER FUNCTION awa.prune_v1 SET lock_timeout = '20s'")  # the moment, drawn out
+        conn.execute("ALTER FUNCTION awa.prune_v2 SET lock_timeout = '20s'")  # the moment, drawn out
         waiting = Background(lambda: prune(conn, 0, 1))
         wait_for_lock(other, conn)
         other.execute("COMMIT")
@@ -365,7 +365,7 @@ def test_a_claim_that_stood_behind_prune_sees_the_checkpoint(conn: Conn, other: 
     turn(conn)
     other.execute("SET lock_timeout = 0")
     # every claim sets its own time limit for locks; this one has time to stand there
-    other.execute("ALTER FUNCTION awa.claim_v1 SET lock_timeout = '20s'")
+    other.execute("ALTER FUNCTION awa.claim_v2 SET lock_timeout = '20s'")
     assert claim(other, runtime).members == []  # its plans are made
     with transaction(conn):
         assert prune(conn, 0, 1) == "pruned"

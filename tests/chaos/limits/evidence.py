@@ -12,12 +12,20 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from psycopg import Connection
 from psycopg.rows import class_row
 
+from tests.chaos import ledger
 from tests.chaos.checks import SHOWN, Check, Verdict
+
+
+def install(conn: Connection[Any]) -> None:
+    """Make the ledger, and beside it the tables of keys, limits and pauses."""
+    ledger.install(conn)
+    conn.execute(Path(__file__).with_name("evidence.sql").read_bytes())
 
 
 @dataclass(frozen=True, slots=True)

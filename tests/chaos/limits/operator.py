@@ -6,8 +6,8 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, LiteralString
 
@@ -20,6 +20,10 @@ Sabotage = Literal["limits", "hand-over"]
 """``limits``: in the database each is one more than was said. ``hand-over``: keys that are free again go to nobody."""
 
 CLAIM_LOCK = "SELECT pg_try_advisory_xact_lock(hashtextextended('awa.queue:' || %s, 0))"
+
+
+class _Busy(Exception):
+    """Somebody held what is to be written for longer than an operator waits, as who empties a segment does."""
 
 
 class Operator:
@@ -44,26 +48,35 @@ class Operator:
             "max_running": None if max_running is None else max_running + self._more,
             "max_running_per_key": per_key + self._more,
         }
-        with self._as_claimer(queue):
+
+        def say() -> None:
             self._call("SELECT awa.limit_queue_v1(%s, %s, 'chaos')", [queue, json.dumps(overrides)])
             self._conn.execute(
                 "INSERT INTO ledger.limits (queue, max_running, max_running_per_key) VALUES (%s, %s, %s)",
                 [queue, max_running, per_key],
             )
+
+        self._as_claimer(queue, say)
         self.done["limits changed"] += 1
 
     def pause(self, queue: str) -> None:
         """Let nothing of the queue start from now on."""
-        with self._as_claimer(queue):
+
+        def say() -> None:
             self._call("SELECT happened FROM awa.pause_queue_v1(%s, 'chaos')", [queue])
             self._conn.execute("INSERT INTO ledger.pauses (queue, is_paused) VALUES (%s, true)", [queue])
+
+        self._as_claimer(queue, say)
         self.done["paused"] += 1
 
     def resume(self, queue: str) -> None:
         """Let it go on."""
-        with self._as_claimer(queue):
+
+        def say() -> None:
             self._conn.execute("INSERT INTO ledger.pauses (queue, is_paused) VALUES (%s, false)", [queue])
             self._call("SELECT awa.resume_queue_v1(%s)", [queue])
+
+        self._as_claimer(queue, say)
         self.done["resumed"] += 1
 
     def cancel(self) -> None:
@@ -85,22 +98,26 @@ class Operator:
         self._conn.execute("SELECT awa.rotate_v1()")
         self.done["ring turned"] += 1
 
-    @contextmanager
-    def _as_claimer(self, queue: str) -> Iterator[None]:
-        """A transaction that holds the queue's claim lock, which is only ever tried."""
-        for _ in range(2000):
-            with self._conn.transaction():
+    def _as_claimer(self, queue: str, say: Callable[[], None]) -> None:
+        """Say something in a transaction that holds the queue's claim lock, which is only ever tried."""
+        until = time.monotonic() + 10.0
+        while time.monotonic() < until:
+            with suppress(_Busy), self._conn.transaction():
                 row = self._conn.execute(CLAIM_LOCK, [queue]).fetchone()
                 if row is not None and row[0]:
-                    yield
+                    say()
                     return
             time.sleep(0.005)
-        raise TimeoutError(f"the claim lock of queue {queue!r} was never free within 10 s")
+        raise TimeoutError(f"queue {queue!r} was busy for 10 s")
 
     def _call(self, query: LiteralString, params: list[str]) -> None:
-        row = self._conn.execute(query, params).fetchone()
+        try:
+            row = self._conn.execute(query, params).fetchone()
+        except psycopg.errors.LockNotAvailable as error:
+            raise _Busy from error
         assert row is not None
-        assert row[0] != "busy", "the claim lock is held already"
+        if row[0] == "busy":
+            raise _Busy
 
     def _stop_handing_over(self) -> None:
         row = self._conn.execute(

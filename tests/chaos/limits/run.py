@@ -63,8 +63,7 @@ def run(
     tell(f"seed {seed}, {seconds:.0f} s in {directory}")
     with bounded(seconds + 300), psycopg.connect(database, autocommit=True, application_name="chaos") as conn:
         migrate(conn, Schema())
-        ledger.install(conn)
-        conn.execute(Path(__file__).with_name("evidence.sql").read_bytes())
+        evidence.install(conn)
         operator = Operator(database, directory, plan.random("operator"), sabotage)
         crew = _make_crew(plan, workers)
         try:

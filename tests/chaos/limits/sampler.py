@@ -2,15 +2,15 @@
 
 Now and then it has the whole storage checked: at no moment may anything be found.
 
-An attempt that began before its limit was lowered may go on. So more may be open than the limit says, but never more
-than were open a moment ago.
+An attempt that began before its limit was lowered may go on, so more may be open than the limit says. But when the
+newest of those that are open was claimed, the others were open too: they were never more than was allowed then.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import psycopg
@@ -26,44 +26,40 @@ CHECKED_EVERY = 2.0
 """Seconds between two checks of the storage."""
 
 OPEN = """
-    WITH said AS (
-        SELECT DISTINCT ON (l.queue) l.queue, l.max_running, l.max_running_per_key
-          FROM ledger.limits l ORDER BY l.queue, l.at DESC
-    ), attempt AS MATERIALIZED (
-        SELECT o.queue, j.concurrency_key, j.ordering_key
-          FROM awa.open_attempts() o JOIN awa.jobs j USING (slot, entry_id)
+    WITH attempt AS MATERIALIZED (
+        SELECT o.queue, j.concurrency_key, j.ordering_key, c.at
+          FROM awa.open_attempts() o
+          JOIN awa.jobs j USING (slot, entry_id)
+          JOIN ledger.claims c USING (slot, claim_id)
+    ), held AS (
+        SELECT a.queue, s.scope, s.key, count(*)::integer AS number, max(a.at) AS newest
+          FROM attempt a
+         CROSS JOIN LATERAL (VALUES ('queue', a.queue), ('key', a.concurrency_key), ('order', a.ordering_key))
+                            AS s(scope, key)
+         WHERE s.key IS NOT NULL
+         GROUP BY 1, 2, 3
     )
-    SELECT a.queue, 'queue', '', s.max_running, count(*)::integer
-      FROM attempt a JOIN said s USING (queue) GROUP BY 1, 3, 4
-     UNION ALL
-    SELECT a.queue, 'key', a.concurrency_key, s.max_running_per_key, count(*)::integer
-      FROM attempt a JOIN said s USING (queue) WHERE a.concurrency_key IS NOT NULL GROUP BY 1, 3, 4
-     UNION ALL
-    SELECT a.queue, 'order', a.ordering_key, 1, count(*)::integer
-      FROM attempt a WHERE a.ordering_key IS NOT NULL GROUP BY 1, 3
+    SELECT h.queue, h.scope, h.key, h.number,
+           CASE h.scope WHEN 'queue' THEN l.max_running WHEN 'key' THEN l.max_running_per_key ELSE 1 END
+      FROM held h
+      LEFT JOIN LATERAL (SELECT * FROM ledger.limits l
+                          WHERE l.queue = h.queue AND l.at < h.newest ORDER BY l.at DESC LIMIT 1) l ON true
 """
 
-Sample = tuple[str, str, str, int | None, int]
-"""Queue, scope, key, what is allowed (None: anything), how many are open."""
+Sample = tuple[str, str, str, int, int | None]
+"""Queue, scope, key, how many are open, how many were allowed when the newest of them was claimed; None: anything."""
 
 
-class Ceilings:
-    """How many may be open, by queue, scope and key: the limit, or what was open before it was lowered."""
+def take_sample(conn: psycopg.Connection[Any]) -> list[Sample]:
+    """What is open now."""
+    return conn.execute(OPEN).fetchall()
 
-    def __init__(self) -> None:
-        self._ceilings: dict[tuple[str, str, str], int] = {}
 
-    def look(self, sample: list[Sample]) -> Iterator[str]:
-        """What is too many in one sample."""
-        before, self._ceilings = self._ceilings, {}
-        for queue, scope, key, limit, count in sample:
-            if limit is None:
-                continue
-            place = (queue, scope, key)
-            ceiling = max(limit, before.get(place, 0))
-            if count > ceiling:
-                yield f"{count} are open of {scope} {key or queue!r} in queue {queue!r}, allowed are {ceiling}"
-            self._ceilings[place] = max(limit, min(ceiling, count))
+def too_many(samples: Iterable[Sample]) -> Iterator[str]:
+    """What of it is more than was allowed."""
+    for queue, scope, key, number, allowed in samples:
+        if allowed is not None and number > allowed:
+            yield f"{number} are open of {scope} {key!r} in queue {queue!r}, allowed were {allowed}"
 
 
 class Sampler:
@@ -101,7 +97,6 @@ class Sampler:
         ]
 
     def _run(self) -> None:
-        ceilings = Ceilings()
         try:
             with psycopg.connect(self._database, autocommit=True, application_name="chaos") as conn:
                 checks_at = time.monotonic()
@@ -111,10 +106,10 @@ class Sampler:
                         self._findings += (
                             f"{f.where}: {f.text} {f.sample}" for f in check_storage(conn, Schema()).findings
                         )
-                    sample: list[Sample] = conn.execute(OPEN).fetchall()
+                    sample = take_sample(conn)
                     self.samples += 1
-                    self.most_open = max(self.most_open, sum(row[4] for row in sample if row[1] == "queue"))
-                    said = list(ceilings.look(sample))
+                    self.most_open = max(self.most_open, sum(row[3] for row in sample if row[1] == "queue"))
+                    said = list(too_many(sample))
                     self.violations += len(said)
                     self._shown += said[: SHOWN - len(self._shown)]
         except BaseException as error:

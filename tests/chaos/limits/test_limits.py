@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
+from tests.chaos.limits import evidence
 from tests.chaos.limits.evidence import bounds, overlaps
+from tests.chaos.limits.operator import Operator
 from tests.chaos.limits.run import run
-from tests.chaos.limits.sampler import Ceilings
+from tests.chaos.limits.sampler import take_sample, too_many
 from tests.chaos.report import Report
+from tests.storage.engine import Conn, Member, claim, insert, register, settle
 
 
 def broken(report: Report) -> set[str]:
@@ -66,13 +70,33 @@ def test_what_goes_on_at_once_is_counted_against_what_was_said_when_the_newest_w
     assert list(overlaps(spans((1, 20, 1), (11, 12, 11)), bound)) == [(at(11), 2, 1)]
 
 
-def test_a_sample_may_show_what_was_open_before_a_limit_was_lowered_and_nothing_more() -> None:
-    ceilings = Ceilings()
+def test_a_sample_is_counted_against_what_was_said_when_the_newest_was_claimed(
+    database: str, conn: Conn, tmp_path: Path
+) -> None:
+    """However often a limit has changed since the last sample."""
+    evidence.install(conn)
+    operator = Operator(database, tmp_path, random.Random(1), None)
+    spoiler = Operator(database, tmp_path, random.Random(1), "limits")
+    runtime = register(conn)
+    insert(conn, *range(5), key="a")
 
-    def look(limit: int | None, count: int) -> bool:
-        return bool(list(ceilings.look([("q", "queue", "", limit, count)])))
+    def claim_under(said: Operator, per_key: int, max_running: int | None = None) -> list[Member]:
+        said.limit("q", max_running=max_running, per_key=per_key)
+        return claim(conn, runtime).members + claim(conn, runtime).members  # the first hands keys over
 
-    assert [look(5, 5), look(3, 5), look(3, 4), look(3, 4), look(3, 3)] == [False] * 5
-    assert look(3, 4)
-    assert [look(3, 3), look(5, 5), look(None, 99)] == [False] * 3
-    assert look(5, 6)
+    def found() -> list[str]:
+        return list(too_many(take_sample(conn)))
+
+    first, second = claim_under(operator, 2)
+    assert (claim_under(operator, 1), found()) == ([], [])
+    [third] = claim_under(operator, 3)
+    assert (claim_under(operator, 1), found()) == ([], [])
+    settle(conn, runtime, [first, second])
+    assert len(claim_under(spoiler, 1)) == 1
+    assert found() == ["2 are open of key 'a' in queue 'q', allowed were 1"]
+    settle(conn, runtime, [third])
+    assert found() == []
+    assert len(claim_under(spoiler, 5, max_running=1)) == 1
+    assert found() == ["2 are open of queue 'q' in queue 'q', allowed were 1"]
+    operator.close()
+    spoiler.close()
