@@ -552,7 +552,7 @@ TRACKING: Mapping[str, Rule] = {
 AUTOVACUUM: Mapping[str, Rule] = {
     "autovacuum": _must_be("on", "error", "tables of waiting jobs and unique keys grow, and claims slow down"),
     "autovacuum_vacuum_cost_delay": _no_longer_than(20, "autovacuum sleeps longer than it works, and falls behind"),
-    "autovacuum_naptime": _no_longer_than(600, "autovacuum looks too rarely, and dead rows pile up"),
+    "autovacuum_naptime": _no_longer_than(600_000, "autovacuum looks too rarely, and dead rows pile up"),
 }
 
 
@@ -589,7 +589,7 @@ def _values(look: Look, rules: Mapping[str, Rule]) -> Iterator[tuple[str, str, s
                 place, mend = "on the server's command line", f"restart the server without -c {row.name}"
             case _:
                 place, mend = "for the server", f"ALTER SYSTEM SET {row.name} = {plain}; SELECT pg_reload_conf();"
-        yield row.name, place, row.value or "", mend
+        yield row.name, place, row.value, mend
     for row in look.rows(sql.ROLE_SETTINGS, names=list(rules)):
         if row.role is not None:
             within = "" if row.database is None else f" IN DATABASE {_identifier(row.database)}"

@@ -28,10 +28,11 @@ _INDENT = 24
 
 
 @click.command()
+@click.option("--listen-url", metavar="URL", help="The database past the pooler; else AWA_LISTEN_URL.")
 @click.option("--all/--problems", "shows_all", default=True, help="Show also what is well, or only what is not.")
 @with_target
 @click.pass_context
-def doctor(context: click.Context, target: Target, shows_all: bool) -> None:
+def doctor(context: click.Context, target: Target, listen_url: str | None, shows_all: bool) -> None:
     """Find what is wrong with the installation, and say what mends it.
 
     Looks at the schema, the server, its settings, what holds old rows, workers and queues. Changes nothing, counts no
@@ -39,7 +40,7 @@ def doctor(context: click.Context, target: Target, shows_all: bool) -> None:
 
     Exit code 0: all is well. 1: there are warnings. 2: there are errors. 69: the database does not answer.
     """
-    settings = load_settings(flags={"schema": target.schema_name})
+    settings = load_settings(flags={"schema": target.schema_name, "listen_url": listen_url})
     schema, conninfo = Schema(settings.schema), find_or_start_database(target.database).conninfo
     declare_as(conninfo, settings.pooler)
     with connect(conninfo, name="doctor", answer_within=ANSWER_WITHIN, writes=False) as conn:

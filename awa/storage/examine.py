@@ -125,7 +125,8 @@ CONNECTIONS = """
 NOW = "SELECT extract(epoch FROM clock_timestamp())::double precision AS now"
 
 SETTINGS = """
-    SELECT s.name, s.reset_val AS value, s.boot_val, s.source FROM pg_settings s WHERE s.name = ANY (%(names)s)
+    SELECT s.name, current_setting(s.name) AS value, s.boot_val, s.source
+      FROM pg_settings s WHERE s.name = ANY (%(names)s)
 """
 
 # What roles and databases say beside the server: a worker's role may have other values than the one that asks.
