@@ -45,6 +45,9 @@ TOTAL_SECONDS = 20.0
 LONG = 300.0
 """Seconds after which a transaction is long."""
 
+MOST = 10
+"""Findings of one check that are told one by one."""
+
 WORKER = "python -m awa.worker MODULE"
 
 OLDEST_SERVER = 140_000
@@ -114,11 +117,14 @@ class Look(Probe):
     def backlog(self, queues: Iterable[str]) -> dict[str, int]:
         """How many available jobs each of *queues* has, up to one more than are counted; without those that have none.
 
-        What is set aside for a kind has a check of its own.
+        It ends when a hundred were found. What is set aside for a kind has a check of its own.
         """
-        names = list(queues)[:COUNTED]
-        rows = self.rows(COUNT_AVAILABLE, queues=names, limit=COUNTED + 1) if names else []
-        return {row[0]: row[2] for row in rows if row[2]}
+        names, found = list(queues), dict[str, int]()
+        while names and len(found) < LISTED:
+            rows = self.rows(COUNT_AVAILABLE, queues=names[:LISTED], limit=COUNTED + 1)
+            found |= {row[0]: row[2] for row in rows if row[2]}
+            names = names[LISTED:]
+        return found
 
 
 def examine(
@@ -150,7 +156,7 @@ def examine(
         if check.needs_schema and not has_schema:
             continue
         try:
-            found += check.find(look)
+            found += _shortened(list(check.find(look)))
         except errors.InsufficientPrivilege as error:
             refused[check.name] = _said(error)
         except OutOfTime:
@@ -166,6 +172,15 @@ def examine(
         if check.name == "schema":
             has_schema = all(one.facts.get("version") != 0 for one in found)
     return found + _refused(look, refused)
+
+
+def _shortened(findings: list[Finding]) -> list[Finding]:
+    """The first of them, and how many more there are: a fleet that is away leaves hundreds of queues to nobody."""
+    more = len(findings) - MOST
+    if more <= 0:
+        return findings
+    name, level = findings[0].name, worst(findings[MOST:])
+    return [*findings[:MOST], Finding(name, level, f"and {more} more of the kind", facts={"more": more})]
 
 
 def worst(findings: Iterable[Finding]) -> Level:
@@ -770,7 +785,7 @@ def _leader(look: Look) -> Iterator[Finding]:
 
 def _runtimes(look: Look) -> Iterator[Finding]:
     silent = [row for row in look.runtimes if not row.is_live]
-    for row in silent[:20]:
+    for row in silent:
         facts = {"runtime": row.id, "hostname": row.hostname, "pid": row.pid, "silent_seconds": row.silent}
         if row.gone is None:
             text = (
@@ -824,7 +839,7 @@ def _versions(look: Look) -> Iterator[Finding]:
 
 def _drift(look: Look) -> Iterator[Finding]:
     found = look.rows(sql.DRIFT, listed=LISTED)
-    for row in found[:20]:
+    for row in found:
         others = row.others or []
         text = (
             f"{row.what} {row.name} is described in {row.versions} ways by live workers"
@@ -861,12 +876,10 @@ def _unserved(look: Look) -> Iterator[Finding]:
     known = {row.queue for row in look.rows(LIST_QUEUES)}
     passed = look.served | {row.queue for row in look.paused}
     backlog = look.backlog(sorted(known - passed))
-    for queue, count in list(backlog.items())[:20]:
+    for queue, count in backlog.items():
         text = f"queue {queue} has {_jobs(count)} available, and no live worker serves it"
         mend = f"{WORKER} --queue {shlex.quote(queue)}"
         yield Finding("unserved", "error", text, mend, {"queue": queue, "available": count})
-    if len(backlog) > 20:
-        yield Finding("unserved", "error", f"the same holds for {len(backlog) - 20} more queues", WORKER)
     if not backlog:
         yield Finding("unserved", "ok", "every queue with available jobs is served or paused")
 

@@ -71,7 +71,8 @@ def _print(shown: list[Finding], found: list[Finding]) -> None:
             if finding.mend is not None:
                 echo(" " * _INDENT + f"-> {safe(finding.mend)}")  # on one line, to be copied
     errors, warnings = (sum(one.level == level for one in found) for level in ("error", "warning"))
-    echo(f"{errors} errors, {warnings} warnings, {len(found) - errors - warnings} well")
+    told = [f"{count} {word}{'' if count == 1 else 's'}" for count, word in ((errors, "error"), (warnings, "warning"))]
+    echo(f"{', '.join(told)}, {len(found) - errors - warnings} checks well")
 
 
 def _head(finding: Finding) -> str:

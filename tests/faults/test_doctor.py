@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -16,7 +18,7 @@ from psycopg.conninfo import make_conninfo
 
 import awa
 from awa.cli import main
-from awa.doctor import CHECKS, Finding, examine, worst
+from awa.doctor import CHECKS, MOST, Finding, examine, section_of, worst
 from awa.embedded import Binaries, Server
 from awa.storage.keys import sweep_keys
 from awa.storage.migrate import load_migrations, migrate
@@ -59,8 +61,8 @@ def run_mend(finding: Finding, database: str) -> None:
 
 def test_settings_and_old_rows(conn: Conn, database: str) -> None:
     name = conn.info.dbname
-    conn.execute(f"ALTER DATABASE {name} SET synchronous_commit = off")  # type: ignore[call-overload]
-    conn.execute(f"ALTER ROLE postgres IN DATABASE {name} SET statement_timeout = '2s'")  # type: ignore[call-overload]
+    conn.execute(f"ALTER DATABASE {name} SET synchronous_commit = off")
+    conn.execute(f"ALTER ROLE postgres IN DATABASE {name} SET statement_timeout = '2s'")
     conn.execute("ALTER TABLE awa.waiting_jobs SET (autovacuum_enabled = off)")
     conn.execute("ALTER TABLE awa.jobs_3 RESET (autovacuum_enabled)")
     conn.execute(
@@ -78,12 +80,12 @@ def test_settings_and_old_rows(conn: Conn, database: str) -> None:
     }
     with closing(psycopg.connect(database)) as long, psycopg.connect(database, autocommit=True) as fresh:
         long.execute("SELECT count(*) FROM awa.jobs")
-        conn.execute(f"ALTER DATABASE {name} SET track_activities = off")  # type: ignore[call-overload]
+        conn.execute(f"ALTER DATABASE {name} SET track_activities = off")
         time.sleep(0.06)
         planted["transactions"] = f"process {long.info.backend_pid} of role postgres"
         found = [problem(fresh, check, part, long=0.05) for check, part in planted.items()]
         for finding in found:
-            conn.execute(mend(finding))  # type: ignore[call-overload]
+            conn.execute(mend(finding))
         with pytest.raises(psycopg.OperationalError):
             long.execute("SELECT 1")
     with psycopg.connect(database, autocommit=True) as fresh:
@@ -113,7 +115,7 @@ def test_clocks_sequences_and_keys(conn: Conn, monkeypatch: pytest.MonkeyPatch) 
     conn.execute("SELECT setval('awa.entry_id_seq', 9000000000000000000)")
     low = problem(conn, "sequences")
     assert low.level == "error"
-    conn.execute(mend(low).replace("N", "1"))  # type: ignore[call-overload]
+    conn.execute(mend(low).replace("N", "1"))
     conn.execute(
         "INSERT INTO awa.job_uniques (key, id) SELECT uuid_send(gen_random_uuid()), -g FROM generate_series(1, 300) g"
     )
@@ -200,6 +202,13 @@ def test_queues(conn: Conn, database: str, client: awa.Client, start_worker: Sta
     assert mend(unserved) == "python -m awa.worker MODULE --queue lonely"
     assert "1 job of kind odd kind wait in queue default" in kinds.text
 
+    many = [awa.NewJob({}, kind="known", queue=f"left {number:02}") for number in range(MOST + 5)]
+    client.insert_many(many)
+    short = problems(conn, "unserved")
+    assert len(short) == MOST + 1 and short[-1].level == "error" and short[-1].text == "and 6 more of the kind"
+    for job in many:
+        client.admin.purge_queue(str(job.queue))
+
     run_mend(paused, database)
     start_worker(client, queues=["default", "lonely"], **QUICK)
     assert ended(client, lonely).state == ended(client, strange).state == "completed"
@@ -223,7 +232,7 @@ def test_a_ring_without_an_empty_slot(conn: Conn, database: str, client: awa.Cli
         time.sleep(1.1)  # shorter ones are not told
         held = problem(conn, "ring")
         assert f"process {holder.info.backend_pid}" in held.text
-        conn.execute(mend(held))  # type: ignore[call-overload]
+        conn.execute(mend(held))
     run_mend(full, database)
     start_worker(client, queues=["mail"], completed_retention=0, rotate_after=1, **QUICK)
     wait_until(lambda: not problems(conn, "ring"), timeout=20)
@@ -271,15 +280,15 @@ def test_rights(conn: Conn, database: str, roles: Callable[[str], str]) -> None:
                 continue
             refused = found["not_permitted"]
             assert {"ring", "leader", "paused"} <= set(refused.facts["checks"]) and refused.level == "warning"
-            conn.execute(f"REVOKE INSERT (kind) ON awa.jobs FROM {theirs.info.user}")  # type: ignore[call-overload]
+            conn.execute(f"REVOKE INSERT (kind) ON awa.jobs FROM {theirs.info.user}")
             assert "lacks INSERT (kind) on table jobs" in problem(theirs, "grants").text
     worker = make_conninfo(database, user=f"{conn.info.dbname}_worker")
     with psycopg.connect(worker, autocommit=True) as theirs:
-        conn.execute(f"REVOKE DELETE ON awa.waiting_jobs FROM {theirs.info.user}")  # type: ignore[call-overload]
+        conn.execute(f"REVOKE DELETE ON awa.waiting_jobs FROM {theirs.info.user}")
         lost = problem(theirs, "grants")
         assert lost.level == "error" and "lacks DELETE on table waiting_jobs" in lost.text
         script = run(*shlex.split(mend(lost).partition(" | ")[0])[1:]).stdout
-        conn.execute("".join(line for line in script.splitlines(True) if line[0] != "\\"))  # type: ignore[call-overload]
+        conn.execute("".join(line for line in script.splitlines(True) if line[0] != "\\"))
         assert not problems(theirs, "grants")
 
 
@@ -297,7 +306,7 @@ def test_a_pooler(database: str, pooled: str) -> None:
 @pytest.fixture
 def careless(binaries: Binaries) -> Iterator[Server]:
     """A server that loses data, never vacuums, and has prepared transactions."""
-    settings = {
+    settings: dict[str, str | int] = {
         "fsync": "off", "synchronous_commit": "off", "full_page_writes": "off", "autovacuum": "off",
         "max_prepared_transactions": 5, "idle_in_transaction_session_timeout": "30s",
     }  # fmt: skip
@@ -330,10 +339,10 @@ def test_a_careless_server_until_all_is_well(careless: Server, start_worker: Sta
             "idle_in_transaction_session_timeout",
         }
         assert {one.facts.get("setting") for one in found} == settings | {None} and len(found) == 6
-        assert "transaction \"trans'fer\" of role" in next(one.text for one in found if one.name == "prepared")
+        assert 'transaction "trans\'fer" of role' in next(one.text for one in found if one.name == "prepared")
         for finding in found:
             for statement in mend(finding).split("; "):
-                conn.execute(statement)  # type: ignore[call-overload]
+                conn.execute(statement)
         start_worker(client, **QUICK)
         wait_until(lambda: worst(examine(conn, AWA, long=5.0)) == "ok")
         done = run("doctor", AWA_DATABASE_URL=database)
@@ -343,7 +352,14 @@ def test_a_careless_server_until_all_is_well(careless: Server, start_worker: Sta
         conn.execute("ALTER TABLE awa.jobs_2 RESET (toast.autovacuum_enabled)")
         done = run("doctor", "--problems", "-q", AWA_DATABASE_URL=database)
         assert done.exit_code == 1 and done.stderr == ""
-        assert done.stdout.splitlines()[0] == "schema" and "0 errors, 1 warnings" in done.stdout
+        assert done.stdout.splitlines()[0] == "schema" and "0 errors, 1 warning," in done.stdout
     client.close()
     careless.stop("immediate")
     assert run("doctor", AWA_DATABASE_URL=database).exit_code == 69
+
+
+def test_every_check_is_in_the_table_of_the_documentation() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
+    told = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    assert told == [*(check.name for check in CHECKS), "not_permitted"]
+    assert {section_of(name) for name in told} <= set(re.findall(r"^## What it looks at: (.+)$", page, re.MULTILINE))
