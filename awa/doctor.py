@@ -48,6 +48,8 @@ LONG = 300.0
 MOST = 10
 """Findings of one check that are told one by one."""
 
+BLOCKED = "SELECT pid, pg_blocking_pids(pid), query FROM pg_stat_activity WHERE wait_event_type = 'Lock';"
+
 WORKER = "python -m awa.worker MODULE"
 
 OLDEST_SERVER = 140_000
@@ -155,20 +157,23 @@ def examine(
     for check in CHECKS:
         if check.needs_schema and not has_schema:
             continue
+        told: list[Finding] = []  # what was found before something failed counts
         try:
-            found += _shortened(list(check.find(look)))
+            for one in check.find(look):
+                told.append(one)
         except errors.InsufficientPrivilege as error:
             refused[check.name] = _said(error)
         except OutOfTime:
             text = f"not looked at: the checks before it took the {total_seconds:g} s that all of them have"
-            found.append(Finding(check.name, "warning", text))
+            told.append(Finding(check.name, "warning", text))
         except (errors.QueryCanceled, errors.LockNotAvailable):
             text = f"could not be looked at within {check_seconds:g} s: the server is busy, or somebody holds a lock"
-            found.append(Finding(check.name, "warning", text, "SELECT * FROM pg_stat_activity WHERE state <> 'idle';"))
+            told.append(Finding(check.name, "warning", text, BLOCKED))
         except (psycopg.Error, AwaError) as error:
             if conn.closed:
                 raise
-            found.append(Finding(check.name, "warning", f"could not be looked at: {_said(error)}"))
+            told.append(Finding(check.name, "warning", f"could not be looked at: {_said(error)}"))
+        found += _shortened(told)
         if check.name == "schema":
             has_schema = all(one.facts.get("version") != 0 for one in found)
     return found + _refused(look, refused)
@@ -191,7 +196,7 @@ def worst(findings: Iterable[Finding]) -> Level:
 
 def section_of(name: str) -> str:
     """Under which head the findings of a check are shown."""
-    return next((check.section for check in CHECKS if check.name == name), "schema")
+    return next((check.section for check in CHECKS if check.name == name), "rights")
 
 
 def _refused(look: Look, refused: Mapping[str, str]) -> list[Finding]:
@@ -229,7 +234,7 @@ def _jobs(count: int) -> str:
 
 
 def _identifier(name: str) -> str:
-    return name if re.fullmatch(r"[a-z_][a-z0-9_]*", name) else '"' + name.replace('"', '""') + '"'
+    return '"' + name.replace('"', '""') + '"'
 
 
 def _literal(text: str) -> str:

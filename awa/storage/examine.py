@@ -84,12 +84,10 @@ class Probe:
             self.conn.answer_within = seconds + 3.0  # of a server that does not answer at all
         try:
             self.conn.execute(BEGIN_BARE if is_bare else BEGIN.format(timeout=max(round(seconds * 1000), 1)))
-            try:
-                yield self.conn
-            finally:
-                if not self.conn.closed:
-                    self.conn.execute("ROLLBACK")
+            yield self.conn
         finally:
+            if not self.conn.closed:
+                self.conn.execute("ROLLBACK")
             if isinstance(self.conn, OwnConnection):
                 self.conn.answer_within = before
 
@@ -154,7 +152,9 @@ def round_trip(conn: Connection[Any], listener: Connection[Any], channel: str, *
     """
     listener.execute(f"LISTEN {channel}")
     began = time.monotonic()
-    conn.execute(NOTIFY, {"channel": channel, "payload": ""}, prepare=False)
+    with conn.transaction():  # the time-out holds for its commit too, where a NOTIFY waits for all others
+        conn.execute(f"SET LOCAL statement_timeout = {max(round(seconds * 1000), 1)}")
+        conn.execute(NOTIFY, {"channel": channel, "payload": ""}, prepare=False)
     for _ in listener.notifies(timeout=seconds, stop_after=1):
         return time.monotonic() - began
     return None
@@ -362,4 +362,10 @@ LOOSE_KEYS = """
 
 def second_connection(conn: Connection[Any]) -> Connection[Any]:
     """Another connection to where *conn* leads, in autocommit mode."""
-    return psycopg.connect(conn.info.dsn, password=conn.info.password or None, autocommit=True, connect_timeout=5)
+    return psycopg.connect(
+        conn.info.dsn,
+        password=conn.info.password or None,
+        autocommit=True,
+        connect_timeout=5,
+        fallback_application_name="awa doctor",
+    )

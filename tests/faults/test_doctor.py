@@ -25,6 +25,7 @@ from awa.storage.migrate import load_migrations, migrate
 from awa.storage.schema import Schema
 from tests.fixtures.db import short_directory, wait_until
 from tests.fixtures.jobs import StartWorker, ended
+from tests.fixtures.pooler import left_behind
 
 Conn = psycopg.Connection[Any]
 AWA = Schema()
@@ -100,7 +101,7 @@ def test_a_check_that_may_not_look_or_takes_too_long_is_told(conn: Conn, databas
         other.execute("LOCK TABLE awa.leases IN ACCESS EXCLUSIVE MODE")
         found = {one.name: one for one in examine(conn, AWA, check_seconds=0.2)}
     assert "could not be looked at within 0.2 s" in found["leader"].text and found["leader"].level == "warning"
-    assert found["overdue"].level == "ok"
+    assert found["overdue"].level == "ok" and "pg_blocking_pids" in mend(found["leader"])
     assert {check.name for check in CHECKS} == found.keys()
     late = examine(conn, AWA, total_seconds=0.0)
     assert {one.name for one in late if one.level == "warning"} == found.keys() - {"pooler"}  # which asks nothing
@@ -294,6 +295,7 @@ def test_rights(conn: Conn, database: str, roles: Callable[[str], str]) -> None:
 
 def test_a_pooler(database: str, pooled: str) -> None:
     done = run("doctor", "--json", AWA_DATABASE_URL=pooled)
+    assert left_behind(pooled) == []
     found = {one["name"]: one for one in json.loads(done.stdout)["findings"]}
     assert found["pooler"]["level"] == "warning" and "not tried" in found["notify"]["text"]
     [variable, value] = found["pooler"]["mend"].removeprefix("export ").split("=")
@@ -343,7 +345,7 @@ def test_a_careless_server_until_all_is_well(careless: Server, start_worker: Sta
         for finding in found:
             for statement in mend(finding).split("; "):
                 conn.execute(statement)
-        start_worker(client, **QUICK)
+        worker = start_worker(client, **QUICK)
         wait_until(lambda: worst(examine(conn, AWA, long=5.0)) == "ok")
         done = run("doctor", AWA_DATABASE_URL=database)
         assert done.exit_code == 0 and "0 errors, 0 warnings" in done.stdout, done.output
@@ -353,6 +355,7 @@ def test_a_careless_server_until_all_is_well(careless: Server, start_worker: Sta
         done = run("doctor", "--problems", "-q", AWA_DATABASE_URL=database)
         assert done.exit_code == 1 and done.stderr == ""
         assert done.stdout.splitlines()[0] == "schema" and "0 errors, 1 warning," in done.stdout
+    worker.stop()
     client.close()
     careless.stop("immediate")
     assert run("doctor", AWA_DATABASE_URL=database).exit_code == 69
