@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from enum import Enum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from psycopg import Connection
 
 from awa import options
+from awa.config import load_settings
 from awa.errors import ValidationError
 from awa.job import JobState
 from awa.limits import LIMITS, RateLimit, check_limit_of
@@ -21,6 +22,9 @@ from awa.storage.queue_control import Purged, QueueInfo
 from awa.storage.queues import Count
 from awa.storage.schema import Schema
 from awa.storage.snapshot import one_snapshot
+
+if TYPE_CHECKING:
+    from awa.doctor import Finding
 
 __all__ = ["MOST_LISTED", "UNSAID", "Admin", "Count", "JobPage", "Purged", "QueueInfo", "Unsaid"]
 
@@ -317,6 +321,27 @@ class Admin:
         job_id, queue = options.check_job_id(job_id), options.check_queue(queue)
         with self._connection() as conn:
             return repeated(lambda: control.move_job(conn, self._schema, job_id, queue))
+
+    # --- the installation -------------------------------------------------------------------------------------------
+
+    def doctor(self, *, listen_url: str | None = None) -> list[Finding]:
+        """What is wrong with the installation, each with what mends it, and what is well; see docs/doctor.md.
+
+        It takes some tenths of a second, twenty at most, and holds up nobody. The notification that it sends itself
+        goes over a second connection.
+
+        Args:
+            listen_url: The database's address past a pooler, where workers listen; None: AWA_LISTEN_URL.
+
+        Raises:
+            ConfigError: *listen_url* is no database's address.
+            psycopg.OperationalError: The database is away.
+        """
+        from awa.doctor import examine  # with all that it looks at, which few programs need
+
+        address = load_settings({"listen_url": listen_url, "schema": self._schema.name}).listen_url
+        with self._connection() as conn:
+            return examine(conn, self._schema, listen_url=address)
 
 
 def _check_state(state: object) -> JobState:

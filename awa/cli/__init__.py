@@ -9,6 +9,7 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from awa.config import mask
 from awa.errors import (
@@ -38,8 +39,11 @@ EXIT_GRACE_OVER = 75
 EXIT_CONFIG = 78
 
 _COMMANDS = {
+    "completion": "Print the script that completes commands in a shell.",
+    "config": "Show every setting, its value and where that is from.",
     "db": "Start, stop and inspect the private PostgreSQL.",
     "demo": "Watch real jobs run, a worker die, and nothing get lost.",
+    "doctor": "Find what is wrong with an installation, and what mends it.",
     "health": "Ask a worker, or the database, whether there is one at work.",
     "job": "Look at jobs, put one in, cancel, retry, move them.",
     "migrate": "Bring a database's schema up to date.",
@@ -121,6 +125,13 @@ class _Main(click.Group):
         command = getattr(importlib.import_module(f"awa.cli.{cmd_name}"), cmd_name)
         assert isinstance(command, click.Command)
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """The commands that begin so, without importing them, then the options."""
+        found = [
+            CompletionItem(name, help=text) for name, text in sorted(_COMMANDS.items()) if name.startswith(incomplete)
+        ]
+        return found + click.Command.shell_complete(self, ctx, incomplete)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

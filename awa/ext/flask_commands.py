@@ -18,6 +18,7 @@ from awa.ext.flask import NAME, read_config
 from awa.storage.pooler import declare_as
 
 _COMMANDS = {
+    "doctor": "awa.cli.doctor",
     "health": "awa.cli.health",
     "migrate": "awa.cli.migrate",
     "storage": "awa.cli.storage",
@@ -64,4 +65,5 @@ def commands(ctx: click.Context) -> None:
         declare_as(said.database, settings.pooler)
     health = defaults | ({"address": settings.health_addr} if settings.health_addr else {})
     storage = dict.fromkeys(importlib.import_module("awa.cli.storage").storage.commands, defaults)
-    ctx.default_map = {"migrate": defaults, "health": health, "storage": storage}
+    doctor = defaults | ({"listen_url": settings.listen_url} if settings.listen_url else {})
+    ctx.default_map = {"doctor": doctor, "migrate": defaults, "health": health, "storage": storage}

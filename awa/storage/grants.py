@@ -231,27 +231,113 @@ MISSING = """
 """
 
 
+Missing = tuple[str, str, str]
+"""A kind of object, its name, and the privilege on it that a role lacks."""
+
+
+def _missing_to_worker(conn: Connection[Any], schema: Schema) -> list[Missing]:
+    surplus = {table: [one for one in _ALL if one not in privileges] for table, privileges in _WORKER_TABLES.items()}
+    with Cursor(conn, row_factory=tuple_row) as cursor:
+        found = cursor.execute(schema.sql(MISSING), {"surplus": orjson.dumps(surplus).decode()}).fetchall()
+    return [(kind, name.strip('"'), privilege) for kind, name, privilege in found]
+
+
 def check_worker(conn: Connection[Any], schema: Schema) -> None:
     """Return when the role of *conn* has every right that a worker needs. One query.
 
     Raises:
         PermissionDenied: It lacks some; the message names the first ones.
     """
-    surplus = {table: [one for one in _ALL if one not in privileges] for table, privileges in _WORKER_TABLES.items()}
-    with Cursor(conn, row_factory=tuple_row) as cursor:
-        missing = cursor.execute(schema.sql(MISSING), {"surplus": orjson.dumps(surplus).decode()}).fetchall()
+    missing = _missing_to_worker(conn, schema)
     if not missing:
         return
     kind, name, privilege = missing[0]
-    shown = ", ".join(f"{privilege} on {kind} {name.strip(chr(34))}" for kind, name, privilege in missing[:5])
-    more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
     raise PermissionDenied(
-        f"role {conn.info.user!r} cannot work in schema {schema.name!r}, it lacks {shown}{more}:"
+        f"role {conn.info.user!r} cannot work in schema {schema.name!r}, it lacks {show_missing(missing)}:"
         f" {_advice(schema, 'worker', conn.info.user)}",
         role=conn.info.user,
-        object=f"{kind} {name.strip(chr(34))}",
+        object=f"{kind} {name}",
         privilege=privilege,
     )
+
+
+def show_missing(missing: Sequence[Missing]) -> str:
+    """The first five of them, and how many more there are."""
+    shown = ", ".join(f"{privilege} on {kind} {name}" for kind, name, privilege in missing[:5])
+    return f"{shown} and {len(missing) - 5} more" if len(missing) > 5 else shown
+
+
+# A role that lacks a few rights of its part still has most of them.
+RIGHTS = """
+    SELECT coalesce(bool_or(pg_has_role(c.relowner, 'USAGE')), false),
+           2 * count(*) FILTER (WHERE has_table_privilege(c.oid, 'INSERT')) > count(*),
+           2 * count(*) FILTER (WHERE has_table_privilege(c.oid, 'SELECT')) > count(*),
+           coalesce(bool_or(has_any_column_privilege(c.oid, 'INSERT')), false)
+      FROM pg_class c
+     WHERE c.relnamespace = '"awa"'::regnamespace AND c.relkind IN ('r', 'p')
+"""
+
+MISSING_TO_READER = """
+    SELECT 'schema', %(schema)s, 'USAGE' WHERE NOT has_schema_privilege('"awa"'::regnamespace, 'USAGE')
+     UNION ALL
+    SELECT CASE c.relkind WHEN 'S' THEN 'sequence' ELSE 'table' END, c.relname, 'SELECT'
+      FROM pg_class c
+     WHERE c.relnamespace = '"awa"'::regnamespace AND c.relkind IN ('r', 'p', 'S')
+       AND NOT CASE c.relkind WHEN 'S' THEN has_sequence_privilege(c.oid, 'SELECT')
+                    ELSE has_table_privilege(c.oid, 'SELECT') END
+     ORDER BY 1, 2
+"""
+
+MISSING_TO_PRODUCER = """
+    SELECT 'schema', %(schema)s, 'USAGE' WHERE NOT has_schema_privilege('"awa"'::regnamespace, 'USAGE')
+     UNION ALL
+    SELECT 'table', c.relname, p.privilege || ' (' || a.attname || ')'
+      FROM jsonb_to_recordset(%(columns)s::jsonb) AS p("table" text, privilege text, "column" text)
+      JOIN pg_class c ON c.relnamespace = '"awa"'::regnamespace AND c.relname = p."table"
+      JOIN pg_attribute a ON a.attrelid = c.oid AND a.attname = p."column"
+     WHERE NOT has_column_privilege(c.oid, a.attnum, p.privilege)
+     UNION ALL
+    SELECT 'function', f.proname, 'EXECUTE'
+      FROM pg_proc f
+     WHERE f.pronamespace = '"awa"'::regnamespace AND f.proname = ANY (%(functions)s)
+       AND NOT has_function_privilege(f.oid, 'EXECUTE')
+     ORDER BY 1, 2, 3
+"""
+
+
+def find_rights(conn: Connection[Any], schema: Schema) -> tuple[Part | Literal["owner"] | None, list[Missing]]:
+    """The part that the role of *conn* seems to have, by most of the rights that it has, and what it lacks for that.
+
+    None: it has no right that matters.
+    """
+    with Cursor(conn, row_factory=tuple_row) as cursor:
+        row = cursor.execute(schema.sql(RIGHTS)).fetchone()
+        assert row is not None
+        is_owner, may_write, may_read, may_insert = row
+        if is_owner:
+            return "owner", []
+        if may_write:
+            return "worker", _missing_to_worker(conn, schema)
+        if may_read:
+            return "reader", cursor.execute(schema.sql(MISSING_TO_READER), {"schema": schema.name}).fetchall()
+        if not may_insert:
+            return None, []
+        columns = [
+            {"table": table, "privilege": privilege, "column": name}
+            for table, rights in _PRODUCER_TABLES.items()
+            for privilege, names in rights.items()
+            for name in names
+        ]
+        functions = [text.partition("(")[0] for text, parts in OWNERS_FUNCTIONS.items() if "producer" in parts]
+        params = {"schema": schema.name, "columns": orjson.dumps(columns).decode(), "functions": functions}
+        return "producer", cursor.execute(schema.sql(MISSING_TO_PRODUCER), params).fetchall()
+
+
+def grants_command(schema: Schema, part: Part, role: str) -> str:
+    """What the schema's owner types to give *role* the rights of *part*."""
+    option = "" if schema.name == "awa" else f" --schema '{schema.name}'"
+    shell = role if re.fullmatch(r"[\w.@-]+", role) else "'" + role.replace("'", "'\\''") + "'"
+    return f"awa migrate{option} --grants {part}={shell} | psql ..."
 
 
 # --- what the server refused
@@ -310,11 +396,8 @@ def _needed(part: Part, kind: str, name: str) -> str:
 
 
 def _advice(schema: Schema, part: Part | None, role: str) -> str:
-    option = "" if schema.name == "awa" else f" --schema '{schema.name}'"
     if part is None:
         return "run it as the role that ran `awa migrate`"
-    shell = role if re.fullmatch(r"[\w.@-]+", role) else "'" + role.replace("'", "'\\''") + "'"
     return (
-        f"have the schema's owner run `awa migrate{option} --grants {part}={shell} | psql ...`,"
-        " which is to be done after every migration"
+        f"have the schema's owner run `{grants_command(schema, part, role)}`, which is to be done after every migration"
     )

@@ -575,6 +575,8 @@ def test_the_commands_know_the_database_and_the_settings_of_the_app(
     assert run("storage", "check", "--json")[1]["schema"] == "mine"
     assert run("storage", "status", "--json")[0] == 0
     assert run("health", "--json") == (1, {"status": "not ok", "schema": "mine", "workers": []})
+    code, said = run("doctor", "--json")
+    assert (code, said["schema"]) == (2, "mine")  # the server of the tests does not sync
     assert run("migrate", "--database", database, "--schema", "awa", "--json")[1]["applied"] == []
     code, text = run("storage", "check", "--schema", "nowhere")
     assert (code, "run `flask awa migrate --schema 'nowhere'`" in text) == (4, True), text
@@ -589,7 +591,7 @@ def test_the_commands_know_the_database_and_the_settings_of_the_app(
     app.config["AWA_THREAD"] = 2
     code, text = run("health")
     assert (code, "'AWA_THREADS'" in text) == (78, True)
-    assert {"health", "migrate", "storage", "worker"} <= set(run("--help")[1].split())
+    assert {"doctor", "health", "migrate", "storage", "worker"} <= set(run("--help")[1].split())
 
 
 def test_python_m_awa_worker_names_the_command_of_flask(shop: WorkerProcesses) -> None:

@@ -19,8 +19,8 @@ LAYERS = [
         *("options", "failure", "trace", "limits"),  # what all of them refuse alike; what a failed attempt leaves
     },
     {"storage"},
-    {"insert"},
-    {"admin", "worker", "embedded", "doctor", "health"},
+    {"insert", "doctor"},
+    {"admin", "worker", "embedded", "health"},
     {"client"},
     {"web"},
     {"cli", "ext", "testing", "demo"},
