@@ -350,8 +350,8 @@ class Admin:
     def quiet_runtime(self, runtime_id: int, *, by: str | None = None) -> RuntimeInfo:
         """Have a worker process claim nothing more until it is resumed, or ends. It need not be alive just now.
 
-        Returns when the order stands; the worker hears it within a second. What runs there ends as it would; what it has
-        claimed and not started is released, so that others take it at once. It goes on to lead and to give signs of
+        Returns when the order stands; the worker hears it within a second. What runs there ends as it would; what it
+        has claimed and not started is released, so that others take it at once. It goes on to lead and to give signs of
         life, and ``busy`` says when nothing runs any more. Asking again keeps the time and writes *by* anew.
 
         Args:

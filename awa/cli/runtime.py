@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from datetime import UTC, datetime
 from typing import Any
 
 import click
 
-from awa.cli.output import Cell, Column, Table, echo, facts, local_time, print_facts, print_json, safe, styled
+from awa.cli.output import Cell, Column, Table, echo, facts, local_time, print_facts, print_json, safe, short, styled
 from awa.cli.target import Target, refuse_address, this_user, with_target
 from awa.client import Client
 from awa.config import QueueSpec
@@ -34,7 +33,21 @@ def runtime() -> None:
     """Look at worker processes, have one claim nothing more, let it go on."""
 
 
-_name = click.argument("name", metavar="ID|HOST:PID", callback=refuse_address)
+Place = tuple[str, int]
+"""Host and process."""
+
+
+def _read_name(context: click.Context, parameter: click.Parameter, value: str) -> int | Place:
+    refuse_address(context, parameter, value)
+    if re.fullmatch("[0-9]{1,19}", value, re.ASCII):
+        return int(value)
+    host, _, pid = value.rpartition(":")
+    if not host or not re.fullmatch("[0-9]{1,19}", pid, re.ASCII):
+        raise click.BadParameter(f"{short(repr(value), 60)} is neither the number of a worker nor HOST:PID", context)
+    return host, int(pid)
+
+
+_name = click.argument("name", metavar="ID|HOST:PID", callback=_read_name)
 
 
 @runtime.command("list", short_help="Show every worker process.")
@@ -60,7 +73,7 @@ def _row(info: RuntimeInfo) -> list[Cell]:
         str(info.pid),
         _busy(info),
         ", ".join(one.name for one in info.queues) or "-",
-        _age(info.last_seen_at),
+        _age(info.silent_seconds),
         _health_text(info.health, "; "),
         local_time(info.started_at),
         info.version,
@@ -77,8 +90,7 @@ def _busy(info: RuntimeInfo) -> str:
     return f"{many}/{'-' if info.threads is None else info.threads}"
 
 
-def _age(at: datetime) -> str:
-    seconds = max((datetime.now(UTC) - at).total_seconds(), 0.0)
+def _age(seconds: float) -> str:
     for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
@@ -96,28 +108,27 @@ def runtime_facts(info: RuntimeInfo) -> dict[str, Any]:
     return facts(info) | {"is_quiet": info.is_quiet}
 
 
-def _find(client: Client, name: str) -> int:
-    """The number that *name* says, or that of the one runtime at ``HOST:PID``."""
-    if re.fullmatch("[0-9]+", name, re.ASCII):
-        return int(name[:20])
-    host, colon, pid = name.rpartition(":")
-    if not colon or not re.fullmatch("[0-9]+", pid, re.ASCII):
-        raise click.BadParameter(f"{safe(name)} is neither the number of a worker nor HOST:PID")
-    there = [one for one in client.admin.list_runtimes() if (one.hostname, str(one.pid)) == (host, pid)]
-    # one that was taken for dead, and registered anew, is there twice
+def _find(client: Client, name: int | Place) -> int:
+    """The number that *name* says, or that of the one runtime there."""
+    if isinstance(name, int):
+        return name
+    there = [one for one in client.admin.list_runtimes() if (one.hostname, one.pid) == name]
+    # one that was taken for dead and has registered anew is there twice
     numbers = [one.id for one in there if one.state != "gone"] or [one.id for one in there]
-    if len(numbers) != 1:
-        why = (
-            f"several are there, {', '.join(map(str, numbers))}: give a number" if numbers else "see `awa runtime list`"
-        )
-        raise RuntimeNotFound(f"no single worker runs as process {pid} on {safe(host)}: {why}", runtime=None)
-    return numbers[0]
+    if len(numbers) == 1:
+        return numbers[0]
+    place = f"process {name[1]} on {safe(name[0])}"
+    if numbers:
+        text = f"{len(numbers)} workers run in {place}: give one of the numbers {', '.join(map(str, numbers))}"
+    else:
+        text = f"no worker runs as {place}: `awa runtime list` shows which there are"
+    raise RuntimeNotFound(text, runtime=None)
 
 
 @runtime.command(short_help="Show all that is known of a worker process.")
 @_name
 @with_target
-def show(target: Target, name: str) -> None:
+def show(target: Target, name: int | Place) -> None:
     """Show all that is known of a worker process; exit code 3 when nothing is."""
     with target.client() as client:
         info = client.admin.get_runtime(_find(client, name))
@@ -135,7 +146,7 @@ def _lines(info: RuntimeInfo) -> list[tuple[str, str]]:
         ("version", safe(info.version)),
         ("uuid", str(info.uuid)),
         ("started", local_time(info.started_at)),
-        ("last seen", f"{local_time(info.last_seen_at)}, {_age(info.last_seen_at)} ago"),
+        ("last seen", f"{local_time(info.last_seen_at)}, {_age(info.silent_seconds)} ago"),
         ("taken for dead", f"after {info.stale_after:g} s of silence; a sign of life every {info.heartbeat:g} s"),
     ]
     if info.ended_at is not None:
@@ -150,8 +161,7 @@ def _lines(info: RuntimeInfo) -> list[tuple[str, str]]:
     ]
     if info.health is not None:
         rows.append(("loops", ", ".join(f"{safe(loop)} {safe(how)}" for loop, how in info.health.loops.items())))
-    told = "never" if info.snapshot_at is None else f"{local_time(info.snapshot_at)}, {_age(info.snapshot_at)} ago"
-    rows.append(("told", told))
+    rows.append(("told", "never" if info.snapshot_at is None else local_time(info.snapshot_at)))
     return rows
 
 
@@ -168,7 +178,7 @@ def _quiet_text(info: RuntimeInfo) -> str:
 @_name
 @click.option("--by", metavar="WHO", help="Who says so; else user@host.")
 @with_target
-def quiet(target: Target, name: str, by: str | None) -> None:
+def quiet(target: Target, name: int | Place, by: str | None) -> None:
     """Have a worker process claim nothing more, until it is resumed or ends; it hears it within a second.
 
     What it runs goes on; what it has claimed and not started is left to others.
@@ -181,7 +191,7 @@ def quiet(target: Target, name: str, by: str | None) -> None:
 @runtime.command(short_help="Let a quiet worker process claim again.")
 @_name
 @with_target
-def resume(target: Target, name: str) -> None:
+def resume(target: Target, name: int | Place) -> None:
     """Let a worker process claim again."""
     with target.client() as client:
         info = client.admin.resume_runtime(_find(client, name))

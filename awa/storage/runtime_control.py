@@ -69,6 +69,8 @@ class RuntimeInfo:
     """When it registered."""
     last_seen_at: datetime
     """When it gave its last sign of life."""
+    silent_seconds: float
+    """How long that was ago, by the database's clock."""
     ended_at: datetime | None
     """When it left, or when nothing of it was left to take back; None: neither has happened."""
     is_leader: bool
@@ -107,8 +109,10 @@ READ = """
                 WHEN r.ended_at IS NOT NULL THEN 'ended'
                 WHEN EXISTS (SELECT FROM awa.live_runtimes l WHERE l.id = r.id) THEN 'live'
                 ELSE 'stale' END AS state,
-           EXISTS (SELECT FROM awa.leases l
-                    WHERE l.name = 'maintenance' AND l.runtime = r.id AND l.expires_at > clock_timestamp()) AS is_leader,
+           greatest(extract(epoch FROM clock_timestamp() - r.last_seen_at), 0)::double precision AS silent_seconds,
+           EXISTS (SELECT FROM awa.leases o
+                    WHERE o.name = 'maintenance' AND o.runtime = r.id
+                      AND o.expires_at > clock_timestamp()) AS is_leader,
            r.heartbeat_ms, coalesce(r.stale_after_ms, 30000) AS stale_after_ms, r.queues, r.kinds, r.threads,
            r.snapshot_at, r.busy, r.in_flight, r.health
       FROM awa.runtime_instances r
@@ -207,8 +211,8 @@ def order_quiet(
 ) -> RuntimeInfo:
     """Have a runtime claim nothing more, or claim again; it hears of it within a second. In a transaction of its own.
 
-    The order is the row's, so it outlives connections, and a process that was taken for dead and registers anew takes it
-    along. One that was fenced only after the look at the end, when the order stood, reads it there.
+    The order is the row's, so it outlives connections, and a process that was taken for dead and registers anew takes
+    it along. One that was fenced only after the look at the end, when the order stood, reads it there.
 
     Raises:
         RuntimeNotFound: There is none of that number, or it claims nothing ever more.

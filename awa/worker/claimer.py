@@ -144,9 +144,9 @@ class Claimer:
     def be_quiet(self, is_quiet: bool) -> None:
         """Claim nothing more, and release what has not started; or claim again. Any thread may say it, again and again.
 
-        The flag is set before anything is looked at. Whoever leads looks at it before and after each claim, and when
-        what the claim brought has been handed out; with nobody leading it is done here. So nothing that is claimed, or
-        is about to be, is overlooked.
+        The flag is set before anything is looked at. Whoever leads looks at it before each claim, and before and after
+        what that brought is handed out; while nobody leads it is done here. So nothing that is claimed, or is about to
+        be, is overlooked.
         """
         if is_quiet != self.is_quiet:
             self.is_quiet = is_quiet
@@ -177,16 +177,18 @@ class Claimer:
                 self.vitals.fail(error, delay)
                 self._tell(error, delay)
                 self._wake.sleep(delay)
-        if self.is_stopping:
+        if self.is_stopping or self.is_quiet:
             for attempt in attempts:
                 self._outcomes.add(attempt, "released")
+            attempts = []
+        if self.is_stopping:
             self._leave_bells()
             self.crew.rest()
             return
         # Many at once: somebody comes back for more while the rest of the batch runs.
         half = len(attempts) // 2 if len(attempts) >= 2 * self._threads else len(attempts)
         self.crew.refill(attempts, half)
-        if self.is_quiet:
+        if self.is_quiet:  # since a moment ago
             self._empty()
 
     def _tell(self, error: Exception, delay: float) -> None:
@@ -346,9 +348,6 @@ class Claimer:
             now = self._last_claim = time.monotonic()
             attempts = self._isolated(reply)
             if self.is_quiet:
-                for attempt in attempts:  # the claim was under way
-                    self._outcomes.add(attempt, "released")
-                attempts = []
                 self._call_for({queue for flush in flushes for queue in flush.queues})
             self._leave_closed()
             bell.arrived(len(attempts), now)
