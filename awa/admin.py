@@ -352,7 +352,7 @@ class Admin:
 
         Returns when the order stands; the worker hears it within a second. What runs there ends as it would; what it
         has claimed and not started is released, so that others take it at once. It goes on to lead and to give signs of
-        life, and ``busy`` says when nothing runs any more. Asking again keeps the time and writes *by* anew.
+        life, and ``is_drained`` says when nothing runs any more. Asking again keeps the time and writes *by* anew.
 
         Args:
             by: Who says so, up to 200 characters.

@@ -81,7 +81,8 @@ def _row(info: RuntimeInfo) -> list[Cell]:
 
 
 def _state(info: RuntimeInfo) -> str:
-    more = [word for word, holds in (("leader", info.is_leader), ("quiet", info.is_quiet)) if holds]
+    words = (("leader", info.is_leader), ("quiet", info.is_quiet), ("drained", info.is_drained))
+    more = [word for word, holds in words if holds]
     return info.state + (f" ({', '.join(more)})" if more else "")
 
 
@@ -105,7 +106,7 @@ def _health_text(health: RuntimeHealth | None, between: str) -> str:
 
 def runtime_facts(info: RuntimeInfo) -> dict[str, Any]:
     """A runtime in JSON: the fields of ``RuntimeInfo``, and what it derives."""
-    return facts(info) | {"is_quiet": info.is_quiet}
+    return facts(info) | {"is_quiet": info.is_quiet, "is_drained": info.is_drained}
 
 
 def _find(client: Client, name: int | Place) -> int:

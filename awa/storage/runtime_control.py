@@ -46,6 +46,8 @@ class RuntimeHealth:
     """Why it cannot work just now; none: it is ready, if it is healthy."""
     loops: dict[str, str] = field(default_factory=dict)
     """Its loops, and the state of each."""
+    is_quiet: bool = False
+    """It had heard that it is to claim nothing more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,18 @@ class RuntimeInfo:
     def is_quiet(self) -> bool:
         """Whether it was asked to claim nothing more."""
         return self.quiet_at is not None
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether it has heard that and holds nothing any more: until it is resumed nothing runs there."""
+        return (
+            self.quiet_at is not None
+            and self.snapshot_at is not None
+            and self.snapshot_at >= self.quiet_at
+            and (self.health is not None and self.health.is_quiet)
+            and not self.busy
+            and not any(queue.in_flight for queue in self.queues)
+        )
 
 
 # Whoever leaves in good order ends before it is fenced, in one statement; whoever is taken for dead is fenced before.
@@ -193,7 +207,7 @@ def _health(said: dict[str, Any]) -> RuntimeHealth:
     }
     loops = said.get("loops")
     loops = {name: str(state) for name, state in loops.items()} if isinstance(loops, dict) else {}
-    return RuntimeHealth(reasons["unhealthy"], reasons["unready"], loops)
+    return RuntimeHealth(reasons["unhealthy"], reasons["unready"], loops, is_quiet=said.get("is_quiet") is True)
 
 
 QUIET = """

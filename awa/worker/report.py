@@ -2,7 +2,8 @@
 
     start    the declared limits of queues are stored, before the first claim; a queue whose claims are in the way for a
              second is left to the thread, so that the start does not wait for it
-    tick     what is left of that, what else tells of itself, and a snapshot: what runs, what is held, how the loops are
+    tick     what is left of that, a snapshot (what runs, what is held, how the loops are), and what else is to be told;
+             sooner for a new number and for an order to be quiet, and every second until such a worker has nothing left
 
 It has a thread and a connection of its own. A tick that fails is tried again with growing pauses, one that hangs is
 given up with its connection, and neither is in anybody's way: nothing that claims, records or gives signs of life waits
@@ -42,6 +43,9 @@ JITTER = 0.1
 FIRST_AFTER = 1.0
 """Seconds from the start to the first tick, by when the loops have begun."""
 
+DRAINING_INTERVAL = 1.0
+"""Seconds between ticks of a quiet worker that still holds attempts: somebody waits for it to have none."""
+
 AGAIN = 1.0
 """Seconds until what was in the way of claims is tried again."""
 
@@ -66,6 +70,11 @@ class Snapshot:
     """Queue -> attempts that it holds, running or not started."""
     health: Health
     """How its loops are."""
+
+    @property
+    def is_draining(self) -> bool:
+        """It claims nothing more, and has not ended all that it holds."""
+        return self.health.is_quiet and (self.busy > 0 or any(self.in_flight.values()))
 
 
 class Report(Service):
@@ -98,6 +107,12 @@ class Report(Service):
         self._connection: OwnConnection | None = None
         self._told = 0  # the runtime of which all has been told
         self._due = 0.0  # when the next tick is
+        self._is_hurried = False
+
+    def hurry(self) -> None:
+        """Tick now; from any thread."""
+        self._is_hurried = True
+        self.wake()
 
     def begin(self) -> None:
         """What comes before the first claim, so that no limit of a new queue is missed; once, before :meth:`start`.
@@ -117,24 +132,27 @@ class Report(Service):
         self._due = time.monotonic() + FIRST_AFTER
 
     def step(self) -> float:
-        """Declare what is left; tick, when it is time to or the runtime is new."""
+        """Declare what is left; tick, when it is time to."""
         connection = self._connected()
         self._declare(connection)
-        runtime = self._identity()
-        if time.monotonic() >= self._due or (self._told and runtime != self._told):
-            now = self._snapshot()
-            runtimes.write_snapshot(
-                connection,
-                self._schema,
-                runtime,
-                busy=now.busy,
-                in_flight=orjson.dumps(dict(now.in_flight)).decode(),
-                health=orjson.dumps(now.health.summary()).decode(),
-            )
-            self._tell(connection)
-            self._due = time.monotonic() + SNAPSHOT_INTERVAL * random.uniform(1 - JITTER, 1.0)
+        if self._is_hurried or time.monotonic() >= self._due:
+            self._due, self._is_hurried = 0.0, False  # before the look: who hurries it after that is heard
+            self._due = time.monotonic() + self._tick(connection)
         left = max(self._due - time.monotonic(), 0.0)
         return min(left, AGAIN) if self._left else left
+
+    def _tick(self, connection: Connection) -> float:
+        runtime, now = self._identity(), self._snapshot()
+        runtimes.write_snapshot(
+            connection,
+            self._schema,
+            runtime,
+            busy=now.busy,
+            in_flight=orjson.dumps(dict(now.in_flight)).decode(),
+            health=orjson.dumps(now.health.summary()).decode(),
+        )
+        self._tell(connection)
+        return DRAINING_INTERVAL if now.is_draining else SNAPSHOT_INTERVAL * random.uniform(1 - JITTER, 1.0)
 
     def _declare(self, connection: Connection) -> None:
         for queue, limits in list(self._left.items()):

@@ -304,7 +304,7 @@ class Worker:
             identity=identity,
             outcomes=self._outcomes,
             known=self._known,
-            requests=Requests(self._crew, schema, claimer.be_quiet),
+            requests=Requests(self._crew, schema, self._be_quiet),
             on_gone=claimer.gone,
         )
         self._services = [
@@ -349,11 +349,18 @@ class Worker:
 
     def _register_anew(self) -> None:
         self._identity.register()
-        self._report.wake()  # what is told of the number that is gone is told of the new one
+        self._report.hurry()  # what is told of the number that is gone is told of the new one
+
+    def _be_quiet(self, is_quiet: bool) -> None:
+        is_news = is_quiet != self._claimer.is_quiet
+        self._claimer.be_quiet(is_quiet)
+        if is_news:
+            self._report.hurry()
 
     def _snapshot(self) -> Snapshot:
+        health = self.health()  # before the counts: what is held when it is quiet is all that it will ever run
         in_flight = {spec.name: self._outcomes.unfinished(spec.name) for spec in self._settings.queues}
-        return Snapshot(busy=self._crew.busy(), in_flight=in_flight, health=self.health())
+        return Snapshot(busy=self._crew.busy(), in_flight=in_flight, health=health)
 
     def _work(self, index: int) -> None:
         self._crew.work(index)
@@ -572,6 +579,7 @@ class Worker:
             health.unready.append("the worker has not started")
             return health
         crew, claimer, settings = self._crew, self._claimer, self._settings
+        health.is_quiet = claimer.is_quiet
         busy, alive = crew.busy(), settings.threads - len(self._dead_threads())
         health.threads = {"wanted": settings.threads, "alive": alive, "busy": busy, "abandoned": len(crew.abandoned)}
         if self._is_stopping:

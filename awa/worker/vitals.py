@@ -112,6 +112,8 @@ class Health:
     """Its loops."""
     threads: dict[str, int] = field(default_factory=dict)
     """How many of its worker threads there are, by what they do."""
+    is_quiet: bool = False
+    """It has heard that it is to claim nothing more."""
 
     def note(self, pulse: Pulse) -> None:
         """Add a loop."""
@@ -125,6 +127,7 @@ class Health:
             "unhealthy": self.unhealthy,
             "unready": self.unready,
             "loops": {pulse.name: pulse.state for pulse in self.loops},
+            "is_quiet": self.is_quiet,
         }
 
     def answer(self, path: str) -> tuple[int, bytes] | None:
@@ -152,5 +155,6 @@ class Health:
                 for pulse in self.loops
             },
             "threads": self.threads,
+            "is_quiet": self.is_quiet,
         }
         return 503 if reasons else 200, orjson.dumps(said, option=orjson.OPT_APPEND_NEWLINE)

@@ -86,7 +86,7 @@ def test_a_worker_is_shown_quieted_and_resumed(run: Run, client: awa.Client, pro
     done = run("quiet", place)
     assert done.exit_code == 0 and f"worker {found['id']} is quiet since" in done.stdout
     assert answer(run("show", place, "--json"))["quiet_by"] == this_user()
-    assert "live (leader, quiet)" in run("list").stdout
+    wait_until(lambda: "live (leader, quiet, drained)" in run("list").stdout)
     wait_until(lambda: "somebody asked this worker to claim nothing more" in worker.stderr)
     job = client.insert({"n": 1}, kind="work")
     assert answer(run("quiet", found["id"], "--by", "ada", "--json"))["quiet_by"] == "ada"

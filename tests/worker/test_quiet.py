@@ -97,7 +97,10 @@ def test_a_quiet_worker_ends_what_it_runs_and_leaves_the_rest_to_others(
 
     helper = start_worker(client, threads=1, poll_interval=30)
     assert all(ended(client, job, timeout=5).runtime == helper.runtime for job in others)
-    slow.go_on.set()  # it goes on to record
+    wait_until(lambda: (now := client.admin.get_runtime(worker.runtime)).health is not None and now.health.is_quiet)
+    assert (now := client.admin.get_runtime(worker.runtime)).busy == 2 and not now.is_drained
+    slow.go_on.set()  # it goes on to record, and tells sooner than the next tick would
+    wait_until(lambda: client.admin.get_runtime(worker.runtime).is_drained)
     assert all(ended(client, job, timeout=5).runtime == worker.runtime for job in blocked)
     assert ended(client, client.insert(fast.bind(50))).runtime == helper.runtime
     quieten(client, helper)
