@@ -1,4 +1,4 @@
-"""What operators do: looking at jobs and queues, acting on jobs, pausing and limiting and clearing queues."""
+"""What operators do: looking at jobs, queues and workers, acting on jobs, holding queues and workers back."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from awa.config import load_settings
 from awa.errors import ValidationError
 from awa.job import JobState
 from awa.limits import LIMITS, RateLimit, check_limit_of
-from awa.storage import control, listing, queue_control, queues
+from awa.storage import control, listing, queue_control, queues, runtime_control
 from awa.storage.connection import repeated
 from awa.storage.control import Controlled
 from awa.storage.listing import JobPage, Position
 from awa.storage.queue_control import Purged, QueueInfo
 from awa.storage.queues import Count
+from awa.storage.runtime_control import RuntimeInfo
 from awa.storage.schema import Schema
 from awa.storage.snapshot import one_snapshot
 
 if TYPE_CHECKING:
     from awa.doctor import Finding
 
-__all__ = ["MOST_LISTED", "UNSAID", "Admin", "Count", "JobPage", "Purged", "QueueInfo", "Unsaid"]
+__all__ = ["MOST_LISTED", "UNSAID", "Admin", "Count", "JobPage", "Purged", "QueueInfo", "RuntimeInfo", "Unsaid"]
 
 MOST_LISTED = 1_000
 """Most jobs of a page."""
@@ -342,6 +343,63 @@ class Admin:
         address = load_settings({"listen_url": listen_url, "schema": self._schema.name}).listen_url
         with self._connection() as conn:
             return examine(conn, self._schema, listen_url=address)
+
+    # --- runtimes ---------------------------------------------------------------------------------------------------
+
+    def list_runtimes(self, *, include_ended: bool = False) -> list[RuntimeInfo]:
+        """Every worker process that has not ended, by number: one that lives, is silent, or is being taken back.
+
+        What it says of ``busy``, ``in_flight`` and ``health`` it told at ``snapshot_at``, within the last ten seconds.
+
+        Args:
+            include_ended: The last hundred that have ended too.
+
+        Raises:
+            ValidationError: *include_ended* is no bool; nothing was sent.
+        """
+        include_ended = options.check_flag(include_ended, "include_ended")
+        with self._connection() as conn:
+            return runtime_control.list_runtimes(conn, self._schema, include_ended=include_ended)
+
+    def get_runtime(self, runtime_id: int) -> RuntimeInfo:
+        """One worker process.
+
+        Raises:
+            RuntimeNotFound: None has that number, or it ended longer ago than jobs are kept.
+            ValidationError: *runtime_id* can be no number; nothing was sent.
+        """
+        runtime_id = options.check_runtime(runtime_id)
+        with self._connection() as conn:
+            return runtime_control.get_runtime(conn, self._schema, runtime_id)
+
+    def quiet_runtime(self, runtime_id: int, *, by: str | None = None) -> RuntimeInfo:
+        """Have a worker process claim nothing more until it is resumed, or ends. It need not be alive just now.
+
+        Returns when the order stands; the worker hears it within a second. What runs there ends as it would; what it
+        has claimed and not started is released, so that others take it at once. It goes on to lead and to give signs of
+        life, and ``is_drained`` says when nothing runs any more. Asking again keeps the time and writes *by* anew.
+
+        Args:
+            by: Who says so, up to 200 characters.
+
+        Raises:
+            RuntimeNotFound: None has that number, or it has ended or was taken for dead.
+            ValidationError: An argument cannot be meant; nothing was sent.
+        """
+        runtime_id, by = options.check_runtime(runtime_id), options.check_by(by)
+        with self._connection() as conn:
+            return runtime_control.order_quiet(conn, self._schema, runtime_id, is_quiet=True, by=by)
+
+    def resume_runtime(self, runtime_id: int) -> RuntimeInfo:
+        """Let a worker process claim again; it hears it within a second. Nothing happens when it is not quiet.
+
+        Raises:
+            RuntimeNotFound: None has that number, or it has ended or was taken for dead.
+            ValidationError: *runtime_id* can be no number; nothing was sent.
+        """
+        runtime_id = options.check_runtime(runtime_id)
+        with self._connection() as conn:
+            return runtime_control.order_quiet(conn, self._schema, runtime_id, is_quiet=False)
 
 
 def _check_state(state: object) -> JobState:

@@ -8,6 +8,7 @@
       JobBusy                        another transaction held the job: nothing was changed, try again
       QueueNotFound (LookupError)    nothing is known of a queue of that name
       QueueBusy                      others held the queue, or some of its jobs: try again
+      RuntimeNotFound (LookupError)  no worker has that number, or it has ended
       UniqueConflict                 an equal job exists
       JobFailed, ResultNotKept       a job that was waited for has no result to give
       StaleAttempt                   the attempt was taken over
@@ -108,6 +109,18 @@ class QueueBusy(AwaError):
         super().__init__(message)
         self.queue = queue
         self.done = done
+
+
+class RuntimeNotFound(AwaError, LookupError):
+    """No runtime has that number, or it has ended and can be told nothing.
+
+    Attributes:
+        runtime: The number that was asked for; None when it was asked for by its place.
+    """
+
+    def __init__(self, message: str, *, runtime: int | None) -> None:
+        super().__init__(message)
+        self.runtime = runtime
 
 
 class UniqueConflict(AwaError):

@@ -33,6 +33,7 @@ __all__ = [
     "check_queue",
     "check_reason",
     "check_run_at",
+    "check_runtime",
     "check_tag",
     "check_tags",
     "check_timeout",
@@ -172,6 +173,11 @@ def milliseconds(timeout: float) -> int:
 def check_job_id(value: object, path: str = "job_id") -> int:
     """The id of a job: 1 to 2^63 - 1, or no job can have it."""
     return _check_int(value, path, 1, 2**63 - 1, "as an insert gave it")
+
+
+def check_runtime(value: object, path: str = "runtime_id") -> int:
+    """The number of a runtime: 1 to 2^63 - 1."""
+    return _check_int(value, path, 1, 2**63 - 1, "as list_runtimes gave it")
 
 
 def check_job_ids(value: object, most: int, path: str = "ids") -> list[int]:

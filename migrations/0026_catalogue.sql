@@ -1,10 +1,10 @@
--- What is declared of queues and kinds, and what runtimes tell of themselves: tables and columns.
+-- What is declared of queues and kinds, and what runtimes tell of themselves: tables, columns, a view.
 --
--- Adds tables, and columns to runtime_instances, for which it is locked a moment. Works with awa 0.1 and later: a runtime
--- of before tells nothing, and has NULL there.
+-- Adds tables, a view, and columns to runtime_instances, for which it is locked a moment. Works with awa 0.1 and later:
+-- a runtime of before tells nothing, and has NULL there.
 --
 -- Nothing here is read or written where jobs are inserted, claimed, recorded or rescued, nor by a sign of life: each
--- worker writes it on a tick of its own.
+-- worker writes it when it registers and on a tick of its own. Whether a runtime is to be quiet it looks up besides.
 
 -- One row for each queue, and each kind, that code has described. The worker that started last decides what stands here.
 CREATE TABLE awa.queue_descriptors (
@@ -60,3 +60,11 @@ ALTER TABLE awa.runtime_instances
     ADD COLUMN kinds                      json,         -- those it handles, sorted
     ADD COLUMN quiet_at                   timestamptz,  -- asked to claim nothing more; NULL: it claims
     ADD COLUMN quiet_by                   text;
+
+-- The runtimes that live: neither taken for dead nor left, and heard within the time after which they would be.
+CREATE VIEW awa.live_runtimes AS
+SELECT r.*
+  FROM awa.runtime_instances r
+ WHERE r.ended_at IS NULL
+   AND r.last_seen_at >= clock_timestamp() - coalesce(r.stale_after_ms, 30000) * interval '1 ms'
+   AND NOT EXISTS (SELECT FROM awa.gone_runtimes g WHERE g.runtime = r.id);

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from enum import Enum
 from importlib.util import find_spec
 from typing import Any
+from uuid import UUID
 
 import click
 
@@ -31,6 +32,10 @@ STYLES = {
     "retryable": "yellow",
     "cancelled": "magenta",
     "paused": "yellow",
+    "live": "green",
+    "stale": "yellow",
+    "gone": "red",
+    "ended": "dim",
 }
 
 
@@ -75,6 +80,8 @@ def plain(value: Any) -> Any:
             return value.astimezone(UTC).isoformat()
         case Enum():
             return value.value
+        case UUID():
+            return str(value)
         case Mapping():
             return {str(plain(key)): plain(item) for key, item in value.items()}
         case list() | tuple():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from psycopg import Connection, Cursor
-from psycopg.rows import dict_row, scalar_row
+from psycopg.rows import class_row, dict_row, scalar_row
 
 from awa.errors import JobBusy, JobNotFound, UniqueConflict
 from awa.job import JobId, JobState
@@ -168,13 +168,29 @@ def _control(
     return Controlled(id=JobId(job_id), happened=found["happened"], state=found["state"])
 
 
-REQUESTS = "SELECT entry_id FROM awa.cancel_requests WHERE runtime = %(runtime)s"
+@dataclass(frozen=True, slots=True)
+class Requested:
+    """What is asked of a runtime at one moment."""
+
+    is_quiet: bool
+    """To claim nothing."""
+    to_cancel: list[int]
+    """The entries whose attempts are to end."""
 
 
-def list_requests(conn: Connection[Any], schema: Schema, runtime: int) -> set[int]:
-    """The entries of *runtime* that somebody asked to cancel."""
-    with Cursor(conn, row_factory=scalar_row) as cursor:
-        return set(cursor.execute(schema.sql(REQUESTS), {"runtime": runtime}))
+REQUESTS = """
+    SELECT coalesce((SELECT r.quiet_at IS NOT NULL FROM awa.runtime_instances r WHERE r.id = %(runtime)s),
+                    false) AS is_quiet,
+           ARRAY(SELECT c.entry_id FROM awa.cancel_requests c WHERE c.runtime = %(runtime)s) AS to_cancel
+"""
+
+
+def read_requests(conn: Connection[Any], schema: Schema, runtime: int) -> Requested:
+    """What somebody asked of *runtime*. Two looks by index, and no lock."""
+    with Cursor(conn, row_factory=class_row(Requested)) as cursor:
+        found = cursor.execute(schema.sql(REQUESTS), {"runtime": runtime}).fetchone()
+    assert found is not None
+    return found
 
 
 # One whose attempt is open stays: whatever ends it must find the request.

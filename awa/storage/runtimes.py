@@ -1,21 +1,27 @@
-"""Starts of worker processes: registration, signs of life, fences, and who leads."""
+"""Starts of worker processes: registration, signs of life, snapshots, fences, and who leads."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 from uuid import UUID
 
 from psycopg import Connection
 from psycopg.rows import class_row, scalar_row
 
+from awa.options import milliseconds
 from awa.storage.pooler import read_committed
 from awa.storage.schema import Schema
 
 REGISTER = """
-    INSERT INTO awa.runtime_instances (uuid, hostname, pid, version, queues, heartbeat_ms, timeout_ms, kind_timeouts)
-    VALUES (%(uuid)s, %(hostname)s, %(pid)s, %(version)s, %(queues)s::json, %(heartbeat_ms)s, %(timeout_ms)s,
-            %(kind_timeouts)s::json)
+    INSERT INTO awa.runtime_instances (uuid, hostname, pid, version, queues, heartbeat_ms, timeout_ms, kind_timeouts,
+                                       stale_after_ms, snapshot_interval_ms, threads, kinds, quiet_at, quiet_by)
+    SELECT %(uuid)s, %(hostname)s, %(pid)s, %(version)s, %(queues)s::json, %(heartbeat_ms)s, %(timeout_ms)s,
+           %(kind_timeouts)s::json, %(stale_after_ms)s, %(snapshot_interval_ms)s, %(threads)s, %(kinds)s::json,
+           b.quiet_at, b.quiet_by
+      FROM (VALUES (true)) one
+      LEFT JOIN awa.runtime_instances b ON b.id = %(before)s
     RETURNING id
 """
 
@@ -30,34 +36,72 @@ def register(
     version: str,
     queues: str,
     heartbeat: float,
+    stale_after: float,
     timeout: float,
     kind_timeouts: str,
+    snapshot_interval: float,
+    threads: int,
+    kinds: str,
+    before: int = 0,
 ) -> int:
     """Write the row of a worker that starts, and return its number.
 
     Args:
         queues: What it serves, as JSON.
         heartbeat: Seconds between its signs of life.
+        stale_after: Seconds of silence after which it is to be taken for dead.
         timeout: Seconds that its attempts may take when neither job nor kind says; 0 for no limit.
         kind_timeouts: Kind -> limit in milliseconds, for the kinds that say one, as JSON.
+        snapshot_interval: Seconds between its snapshots.
+        threads: Handlers that can run at once.
+        kinds: Those it handles, sorted, as JSON.
+        before: The number that this process had before: an order to be quiet goes along. 0: it had none.
     """
+    params = {
+        "uuid": uuid,
+        "hostname": hostname,
+        "pid": pid,
+        "version": version,
+        "queues": queues,
+        "heartbeat_ms": milliseconds(heartbeat),
+        "stale_after_ms": milliseconds(stale_after),
+        "timeout_ms": milliseconds(timeout),
+        "kind_timeouts": kind_timeouts,
+        "snapshot_interval_ms": milliseconds(snapshot_interval),
+        "threads": threads,
+        "kinds": kinds,
+        "before": before,
+    }
     with conn.cursor(row_factory=scalar_row) as cursor:
-        cursor.execute(
-            schema.sql(REGISTER),
-            {
-                "uuid": uuid,
-                "hostname": hostname,
-                "pid": pid,
-                "version": version,
-                "queues": queues,
-                "heartbeat_ms": round(heartbeat * 1000),
-                "timeout_ms": round(timeout * 1000),
-                "kind_timeouts": kind_timeouts,
-            },
-        )
+        cursor.execute(schema.sql(REGISTER), params)
         found = cursor.fetchone()
     assert isinstance(found, int)
     return found
+
+
+# The row's lock is had until the commit, for which a sign of life then waits. So it waits for no disk and no standby.
+SNAPSHOT = """
+    UPDATE awa.runtime_instances r
+       SET snapshot_at = clock_timestamp(), busy = %(busy)s, in_flight = %(in_flight)s::json,
+           health = %(health)s::json
+     WHERE r.id = %(runtime)s AND r.ended_at IS NULL
+    RETURNING set_config('synchronous_commit', 'off', true)
+"""
+
+
+def write_snapshot(
+    conn: Connection[Any], schema: Schema, runtime: int, *, busy: int, in_flight: str, health: str
+) -> None:
+    """Tell how a runtime is, in a transaction of its own.
+
+    Args:
+        busy: Handlers that run.
+        in_flight: Queue -> attempts that it holds, as JSON.
+        health: As ``awa.worker.vitals.Health`` gives it, as JSON.
+    """
+    params = {"runtime": runtime, "busy": busy, "in_flight": in_flight, "health": health}
+    with conn.cursor() as cursor:
+        read_committed(cursor, schema.sql(SNAPSHOT), params)
 
 
 HEARTBEAT = """
@@ -215,6 +259,39 @@ FINISH = """
 def finish(conn: Connection, schema: Schema, runtime: int) -> None:
     """Note that nothing of a fenced runtime is left to rescue."""
     conn.execute(schema.sql(FINISH), {"runtime": runtime})
+
+
+# Claims tell where an attempt ran, so who made them stays as long as they do. Fences are another table's, and stay.
+DELETE_ENDED = """
+    WITH old AS MATERIALIZED (
+        SELECT r.id
+          FROM awa.runtime_instances r
+         WHERE r.id > %(after)s AND r.ended_at < clock_timestamp() - %(kept)s * interval '1 s'
+         ORDER BY r.id
+         LIMIT %(limit)s
+    ), deleted AS (
+        DELETE FROM awa.runtime_instances r
+         WHERE r.id = ANY (ARRAY(SELECT o.id FROM old o))
+           AND NOT EXISTS (SELECT FROM awa.claims c WHERE c.runtime = r.id OFFSET 0)
+    )
+    SELECT CASE WHEN count(*) >= %(limit)s THEN max(o.id) ELSE 0 END FROM old o
+"""
+
+
+def delete_ended(conn: Connection[Any], schema: Schema, *, kept: float, limit: int, after: int = 0) -> int:
+    """Look at up to *limit* runtimes that ended more than *kept* seconds ago, and delete those without claims.
+
+    One that wakes after that, and had been taken for dead, is refused as before, and told by its sign of life.
+
+    Args:
+        after: Look at those with a higher number.
+
+    Returns:
+        The *after* of the next call; 0: it has seen them all.
+    """
+    with conn.cursor(row_factory=scalar_row) as cursor:
+        read_committed(cursor, schema.sql(DELETE_ENDED), {"kept": kept, "limit": limit, "after": after})
+        return int(cursor.fetchone() or 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,9 +123,12 @@ class Claimer:
         self._last_full = False
         self._wake = Wake()
         self._has_given_up = False
+        self._gone = 0  # the runtime that was taken for dead, as the heartbeat says
         self._untrusted: StorageNotTrusted | None = None  # why nothing may be sent any more
         self.crew: Crew
         self.is_stopping = False
+        self.is_quiet = False
+        """Somebody asked this process to claim nothing."""
 
     def poke(self) -> None:
         """Wake the leader, from any thread or signal handler."""
@@ -134,8 +137,24 @@ class Claimer:
     def gone(self, runtime: int) -> None:
         """*runtime* was taken for dead: tell its handlers, and have the leader register anew at once."""
         self._cancel(runtime)
+        self._gone = runtime
         self._is_called = True
         self._wake.ring()
+
+    def be_quiet(self, is_quiet: bool) -> None:
+        """Claim nothing more, and release what has not started; or claim again. Any thread may say it, again and again.
+
+        The flag is set before anything is looked at. Whoever leads looks at it before each claim, and before and after
+        what that brought is handed out; while nobody leads it is done here. So nothing that is claimed, or is about to
+        be, is overlooked.
+        """
+        if is_quiet != self.is_quiet:
+            self.is_quiet = is_quiet
+            log.info("somebody asked this worker to %s", "claim nothing more" if is_quiet else "claim again")
+            self._is_called = True
+            self._wake.ring()
+        if is_quiet and not self.is_stopping:
+            self._empty()
 
     def lead(self) -> None:
         """Do one leader's term: returns when there is something to run, or nobody claims any more."""
@@ -158,15 +177,19 @@ class Claimer:
                 self.vitals.fail(error, delay)
                 self._tell(error, delay)
                 self._wake.sleep(delay)
-        if self.is_stopping:
+        if self.is_stopping or self.is_quiet:
             for attempt in attempts:
                 self._outcomes.add(attempt, "released")
+            attempts = []
+        if self.is_stopping:
             self._leave_bells()
             self.crew.rest()
             return
         # Many at once: somebody comes back for more while the rest of the batch runs.
         half = len(attempts) // 2 if len(attempts) >= 2 * self._threads else len(attempts)
         self.crew.refill(attempts, half)
+        if self.is_quiet:  # since a moment ago
+            self._empty()
 
     def _tell(self, error: Exception, delay: float) -> None:
         if not isinstance(error, (psycopg.Error, AwaError)):
@@ -181,6 +204,22 @@ class Claimer:
             first_line(error),
             exc_info=level == logging.ERROR,
         )
+
+    def _empty(self) -> None:
+        """Release what has not started, unless somebody leads, who does it; asks nothing of the database."""
+        if self.crew.unstarted > 0 and self.crew.take_lead():
+            self._release()
+            if self.is_stopping:
+                self.crew.rest()
+            else:
+                self.crew.refill([], 0)  # whoever takes the token records it
+
+    def _release(self) -> int:
+        """Note what has not started as released; only by whoever leads. Returns how many those were."""
+        unstarted = self.crew.drain()
+        for attempt in unstarted:
+            self._outcomes.add(attempt, "released")
+        return len(unstarted)
 
     def _patience(self) -> float:
         """Seconds that the server may take to answer; asked while a thread waits for it."""
@@ -206,11 +245,8 @@ class Claimer:
         if not self.crew.take_lead():
             return
         try:
-            unstarted = self.crew.drain()
-            for attempt in unstarted:
-                self._outcomes.add(attempt, "released")
-            if unstarted:
-                log.info("%d jobs that waited behind slow ones are released", len(unstarted))
+            if released := self._release():
+                log.info("%d jobs that waited behind slow ones are released", released)
             self._record()
         finally:
             if self.is_stopping:
@@ -290,6 +326,11 @@ class Claimer:
         asked: set[str] = set()  # queues, since the last rest
         open_at = 0.0  # when to ask the open queues; those that are closed have times of their own
         while not self.is_stopping:
+            if self._gone == self._identity():  # a claim would tell too, but none may be wanted
+                raise RuntimeGone(f"runtime {self._gone} is gone: this process registers anew", runtime=self._gone)
+            if self.is_quiet:
+                self._release()
+                self._leave_bells()
             if bell.is_hot and not self._last_full:
                 self._wake.sleep(self._last_claim + PACE - time.monotonic())
             self._held.end_frozen()
@@ -302,10 +343,12 @@ class Claimer:
             self.vitals.begin()
             reply = self._exchange(flushes, wanted)
             self.vitals.succeed(self._poll_interval)
-            if wanted:
+            if wanted or self.is_quiet:
                 self.vitals.recover()
             now = self._last_claim = time.monotonic()
             attempts = self._isolated(reply)
+            if self.is_quiet:
+                self._call_for({queue for flush in flushes for queue in flush.queues})
             self._leave_closed()
             bell.arrived(len(attempts), now)
             if attempts:
@@ -333,8 +376,10 @@ class Claimer:
             if self._alone is not None:
                 # asleep till then, unless it ends before
                 open_at, arm = max(self._alone.started + SURVIVES_AFTER, now + FIRST_POLL), False
+            if self.is_quiet:  # asleep till it may claim again, or something is to be recorded
+                open_at, arm = now + self._poll_interval, False
             until = open_at
-            if self._closed.states and self._alone is None:  # else none is asked, though its time may have come
+            if self._closed.states and self._alone is None and not self.is_quiet:  # else none is asked
                 until = min(until, self._closed.next_at(spec.name for spec in self._queues if self._room(spec) > 0))
             if (bell.is_hot and self._outcomes.count) or (until > now and self._rest(until - now)):
                 open_at = 0.0
@@ -371,7 +416,7 @@ class Claimer:
         return self._alone is not None
 
     def _wanted(self, arm: bool, asked: Collection[str], *, asks_open: bool) -> list[Wanted]:
-        if self._is_unsafe():
+        if self._is_unsafe() or self.is_quiet:
             return []
         crew = self.crew
         free = max(self._threads - crew.busy(), 1)

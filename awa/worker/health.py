@@ -12,21 +12,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
 import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-
-import orjson
 
 from awa.config import split_address
 from awa.errors import ConfigError
 from awa.version import VERSION
-from awa.worker.vitals import Pulse
+from awa.worker.vitals import Health
 
 log = logging.getLogger("awa.worker")
 
@@ -35,56 +31,6 @@ MOST_REQUESTS = 8
 
 REQUEST_TIMEOUT = 5.0
 """Seconds after which a request is cut off, whatever it does."""
-
-
-@dataclass(slots=True)
-class Report:
-    """A worker process at one moment."""
-
-    runtime: int
-    """Its number in ``awa.runtime_instances``; 0 before it has one."""
-    unhealthy: list[str] = field(default_factory=list)
-    """Why a new start would be better; none: it is healthy."""
-    unready: list[str] = field(default_factory=list)
-    """Why it cannot work just now; none: it is ready, if it is healthy."""
-    loops: list[Pulse] = field(default_factory=list)
-    """Its loops."""
-    threads: dict[str, int] = field(default_factory=dict)
-    """How many of its worker threads there are, by what they do."""
-
-    def note(self, pulse: Pulse) -> None:
-        """Add a loop."""
-        self.loops.append(pulse)
-        if not pulse.is_alive:
-            self.unhealthy.append(f"the loop {pulse.name} is {pulse.state}")
-
-    def answer(self, path: str) -> tuple[int, bytes] | None:
-        """Status and body for a path; None when there is no such page."""
-        match path:
-            case "/healthz":
-                reasons = self.unhealthy
-            case "/readyz":
-                reasons = [*self.unhealthy, *self.unready]
-            case _:
-                return None
-        said: dict[str, Any] = {
-            "status": "not ok" if reasons else "ok",
-            "reasons": reasons,
-            "runtime": self.runtime,
-            "pid": os.getpid(),
-            "version": VERSION,
-            "loops": {
-                pulse.name: {
-                    "state": pulse.state,
-                    "last_success_age": None if pulse.last_success_age is None else round(pulse.last_success_age, 3),
-                    "failures": pulse.failures,
-                    "error": pulse.error,
-                }
-                for pulse in self.loops
-            },
-            "threads": self.threads,
-        }
-        return 503 if reasons else 200, orjson.dumps(said, option=orjson.OPT_APPEND_NEWLINE)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -115,7 +61,7 @@ class HealthServer(ThreadingHTTPServer):
 
     Args:
         address: ``HOST:PORT`` or ``:PORT``; port 0 lets the system choose, and the log says which.
-        look: Gives the report to answer with; called for each request.
+        look: Gives the health to answer with; called for each request.
 
     Raises:
         ConfigError: Nobody can listen there.
@@ -124,7 +70,7 @@ class HealthServer(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, address: str, look: Callable[[], Report]) -> None:
+    def __init__(self, address: str, look: Callable[[], Health]) -> None:
         self.look = look
         self._open: dict[socket.socket, float] = {}  # guarded by _lock; when each request came
         self._lock = threading.Lock()

@@ -16,6 +16,7 @@ from awa.storage import runtimes
 from awa.storage.connection import repeated
 from awa.storage.schema import Schema
 from awa.storage.trust import connect_trusted
+from awa.worker.report import SNAPSHOT_INTERVAL
 
 
 class Identity:
@@ -29,6 +30,7 @@ class Identity:
         self._settings = settings
         self._version = version
         limits = {kind: None if one.options is None else one.options.timeout for kind, one in handlers.items()}
+        self._kinds = sorted(handlers)
         self._kind_timeouts = {kind: round(limit * 1000) for kind, limit in limits.items() if limit is not None}
         self._lock = threading.Lock()
         self._number = 0  # guarded by _lock; read without it
@@ -38,7 +40,7 @@ class Identity:
         return self._number
 
     def register(self) -> None:
-        """Write a new row for this process and go by its number from now on.
+        """Write a new row for this process and go by its number from now on; one that was quiet stays quiet.
 
         Raises:
             StorageNotTrusted: The schema's rows belong to another cluster.
@@ -63,7 +65,12 @@ class Identity:
                     version=self._version,
                     queues=orjson.dumps(queues).decode(),
                     heartbeat=self._settings.heartbeat,
+                    stale_after=self._settings.stale_after,
                     timeout=self._settings.timeout,
                     kind_timeouts=orjson.dumps(self._kind_timeouts).decode(),
+                    snapshot_interval=SNAPSHOT_INTERVAL,
+                    threads=self._settings.threads,
+                    kinds=orjson.dumps(self._kinds).decode(),
+                    before=self._number,
                 )
             )

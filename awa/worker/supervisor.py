@@ -35,7 +35,6 @@ from awa.storage.schema import Schema
 from awa.storage.trust import check_origin, check_same_server
 from awa.worker.attempt import Attempts
 from awa.worker.claimer import Claimer
-from awa.worker.declare import Declare
 from awa.worker.heartbeat import Heartbeat
 from awa.worker.identity import Identity
 from awa.worker.known import KnownClaims
@@ -49,12 +48,14 @@ from awa.worker.maintenance.rescue import Rescue
 from awa.worker.maintenance.retention import Retention
 from awa.worker.maintenance.ring import Ring
 from awa.worker.maintenance.summarize import Summarize
+from awa.worker.report import Report, Snapshot
 from awa.worker.requests import Requests
 from awa.worker.service import Service, first_line
+from awa.worker.vitals import Health
 from awa.worker.watch import Watch
 
 if TYPE_CHECKING:
-    from awa.worker.health import HealthServer, Report
+    from awa.worker.health import HealthServer
 
 log = logging.getLogger("awa.worker")
 
@@ -152,6 +153,7 @@ class Worker:
         self._claimer: Claimer
         self._crew: Crew
         self._heartbeat: Heartbeat
+        self._report: Report
         self._health: HealthServer | None = None
 
     @property
@@ -222,11 +224,15 @@ class Worker:
             self._wrap(hook)()
         self._identity = Identity(self._conninfo, self._schema, settings, self._version, handlers)
         self._identity.register()
-        declare = Declare(self._conninfo, self._schema, self._registry.queues)
-        declare.step()  # before the first claim, so that no limit of a new queue is missed
+        self._report = Report(
+            self._conninfo,
+            self._schema,
+            identity=self._identity,
+            declared=self._registry.queues,
+            snapshot=self._snapshot,
+        )
+        self._report.begin()
         self._build(handlers)
-        if not declare.is_done:
-            self._services.append(declare)
         for service in self._services:
             service.start()
         for index in range(settings.threads):
@@ -270,7 +276,7 @@ class Worker:
             priority_aging=settings.priority_aging,
             notify=settings.notify,
             identity=identity,
-            on_gone=identity.register,
+            on_gone=self._register_anew,
             on_fatal=self._give_up,
         )
         self._claimer = claimer
@@ -298,11 +304,12 @@ class Worker:
             identity=identity,
             outcomes=self._outcomes,
             known=self._known,
-            requests=Requests(self._crew, schema),
+            requests=Requests(self._crew, schema, self._be_quiet),
             on_gone=claimer.gone,
         )
         self._services = [
             self._heartbeat,
+            self._report,
             Maintenance(
                 conninfo=listening,
                 schema=schema,
@@ -320,7 +327,12 @@ class Worker:
                         rotate_after=settings.rotate_after,
                         examine=dependents.examine,
                     ),
-                    Retention(schema, failed=settings.failed_retention, dead=settings.dead_retention),
+                    Retention(
+                        schema,
+                        completed=settings.completed_retention,
+                        failed=settings.failed_retention,
+                        dead=settings.dead_retention,
+                    ),
                     Summarize(schema),
                     Keys(schema),
                 ],
@@ -334,6 +346,21 @@ class Worker:
                 on_fatal=self._give_up,
             ),
         ]
+
+    def _register_anew(self) -> None:
+        self._identity.register()
+        self._report.hurry()  # what is told of the number that is gone is told of the new one
+
+    def _be_quiet(self, is_quiet: bool) -> None:
+        is_news = is_quiet != self._claimer.is_quiet
+        self._claimer.be_quiet(is_quiet)
+        if is_news:
+            self._report.hurry()
+
+    def _snapshot(self) -> Snapshot:
+        health = self.health()  # before the counts: what is held when it is quiet is all that it will ever run
+        in_flight = {spec.name: self._outcomes.unfinished(spec.name) for spec in self._settings.queues}
+        return Snapshot(busy=self._crew.busy(), in_flight=in_flight, health=health)
 
     def _work(self, index: int) -> None:
         self._crew.work(index)
@@ -543,35 +570,34 @@ class Worker:
             _tell(f"{text} process {self._pid}; end such a process with os._exit()")
             os._exit(1)
 
-    def health(self) -> Report:
+    def health(self) -> Health:
         """How this worker is; from any thread, at any time."""
-        from awa.worker.health import Report
-
-        report = Report(self.runtime)
+        health = Health(self.runtime)
         if self._fatal is not None:
-            report.unhealthy.append("the worker gives up")
+            health.unhealthy.append("the worker gives up")
         if not self._is_started:
-            report.unready.append("the worker has not started")
-            return report
+            health.unready.append("the worker has not started")
+            return health
         crew, claimer, settings = self._crew, self._claimer, self._settings
+        health.is_quiet = claimer.is_quiet
         busy, alive = crew.busy(), settings.threads - len(self._dead_threads())
-        report.threads = {"wanted": settings.threads, "alive": alive, "busy": busy, "abandoned": len(crew.abandoned)}
+        health.threads = {"wanted": settings.threads, "alive": alive, "busy": busy, "abandoned": len(crew.abandoned)}
         if self._is_stopping:
-            report.unready.append("the worker stops")
+            health.unready.append("the worker stops")
         elif alive < settings.threads:
-            report.unhealthy.append(f"{settings.threads - alive} worker threads are dead")
+            health.unhealthy.append(f"{settings.threads - alive} worker threads are dead")
         # with every thread in a handler nobody leads; a thread that is free does
-        report.note(claimer.vitals.pulse(is_needed=busy < settings.threads and not self._is_stopping))
+        health.note(claimer.vitals.pulse(is_needed=busy < settings.threads and not self._is_stopping))
         for service in self._services:
-            report.note(service.vitals.pulse(is_alive=service.is_alive, is_stopping=service.is_stopping))
+            health.note(service.vitals.pulse(is_alive=service.is_alive, is_stopping=service.is_stopping))
         beat_at, patience = self._heartbeat.beat_at, 2 * settings.heartbeat
         if self._heartbeat.vitals.failures or beat_at is None or time.monotonic() - beat_at > patience:
-            report.unready.append(f"the database took no sign of life within {patience:g} s")
+            health.unready.append(f"the database took no sign of life within {patience:g} s")
         if claimer.vitals.failures or claimer.vitals.pulse().state == "starting":
-            report.unready.append("claims do not succeed")
+            health.unready.append("claims do not succeed")
         if claimer.is_untrusted:
-            report.unready.append("the storage is not trusted")
-        return report
+            health.unready.append("the storage is not trusted")
+        return health
 
     def _close_health(self) -> None:
         server, self._health = self._health, None

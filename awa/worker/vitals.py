@@ -1,10 +1,18 @@
-"""What a loop tells of itself: when its last round succeeded, whether it fails, how long it has been in one round."""
+"""What loops tell of themselves: when the last round succeeded, whether it fails, how long it has been in one round.
+
+All of a worker's together are its health.
+"""
 
 from __future__ import annotations
 
+import os
 import time
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import orjson
+
+from awa.version import VERSION
 
 State = Literal["starting", "ok", "failing", "hung", "dead", "stopped"]
 
@@ -88,3 +96,65 @@ class Vitals:
             state = "starting" if succeeded_at is None else "ok"
         age = None if succeeded_at is None else max(now - succeeded_at, 0.0)
         return Pulse(self.name, state, age, failures, self._error)
+
+
+@dataclass(slots=True)
+class Health:
+    """A worker process at one moment."""
+
+    runtime: int
+    """Its number in ``awa.runtime_instances``; 0 before it has one."""
+    unhealthy: list[str] = field(default_factory=list)
+    """Why a new start would be better; none: it is healthy."""
+    unready: list[str] = field(default_factory=list)
+    """Why it cannot work just now; none: it is ready, if it is healthy."""
+    loops: list[Pulse] = field(default_factory=list)
+    """Its loops."""
+    threads: dict[str, int] = field(default_factory=dict)
+    """How many of its worker threads there are, by what they do."""
+    is_quiet: bool = False
+    """It has heard that it is to claim nothing more."""
+
+    def note(self, pulse: Pulse) -> None:
+        """Add a loop."""
+        self.loops.append(pulse)
+        if not pulse.is_alive:
+            self.unhealthy.append(f"the loop {pulse.name} is {pulse.state}")
+
+    def summary(self) -> dict[str, Any]:
+        """What the database is told of it."""
+        return {
+            "unhealthy": self.unhealthy,
+            "unready": self.unready,
+            "loops": {pulse.name: pulse.state for pulse in self.loops},
+            "is_quiet": self.is_quiet,
+        }
+
+    def answer(self, path: str) -> tuple[int, bytes] | None:
+        """Status and body for a path; None when there is no such page."""
+        match path:
+            case "/healthz":
+                reasons = self.unhealthy
+            case "/readyz":
+                reasons = [*self.unhealthy, *self.unready]
+            case _:
+                return None
+        said: dict[str, Any] = {
+            "status": "not ok" if reasons else "ok",
+            "reasons": reasons,
+            "runtime": self.runtime,
+            "pid": os.getpid(),
+            "version": VERSION,
+            "loops": {
+                pulse.name: {
+                    "state": pulse.state,
+                    "last_success_age": None if pulse.last_success_age is None else round(pulse.last_success_age, 3),
+                    "failures": pulse.failures,
+                    "error": pulse.error,
+                }
+                for pulse in self.loops
+            },
+            "threads": self.threads,
+            "is_quiet": self.is_quiet,
+        }
+        return 503 if reasons else 200, orjson.dumps(said, option=orjson.OPT_APPEND_NEWLINE)

@@ -291,7 +291,7 @@ def make_chores() -> list[Chore]:
         rescue.Rescue(AWA, heartbeat=1.0, stale_after=30.0),
         deadlines.Deadlines(AWA, heartbeat=1.0, stale_after=30.0),
         ring.Ring(AWA, retention=0.0, rotate_after=3600.0),
-        retention.Retention(AWA, failed=86_400.0, dead=86_400.0),
+        retention.Retention(AWA, completed=86_400.0, failed=86_400.0, dead=86_400.0),
         summarize.Summarize(AWA),
         keys.Keys(AWA),
     ]

@@ -287,8 +287,12 @@ def test_a_worker_does_every_statement_of_its_loops(install: Install, schema: st
                 version="1",
                 queues="[]",
                 heartbeat=1.0,
+                stale_after=3.0,
                 timeout=1.0,
                 kind_timeouts="{}",
+                snapshot_interval=10.0,
+                threads=1,
+                kinds="[]",
             )
             for _ in range(3)
         ]

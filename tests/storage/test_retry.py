@@ -638,7 +638,7 @@ def test_a_worker_that_still_runs_what_was_ended_by_force_is_refused(conn: Conn)
     assert settle(conn, runtime, others=[Outcome(old, "failed")]) == [old.place]
     assert settle(conn, runtime, [old]) == [old.place]
     assert state(conn, new.id) == "running"
-    assert control.list_requests(conn, AWA, runtime) == {old.entry_id}
+    assert set(control.read_requests(conn, AWA, runtime).to_cancel) == {old.entry_id}
     assert settle(conn, runtime, [new]) == []
     assert state(conn, new.id) == "completed"
 

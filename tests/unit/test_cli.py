@@ -295,6 +295,8 @@ def test_a_rate_that_cannot_hold_says_why() -> None:
         (["queue", "limits", "mail", "--rate-limit", "fast"], "is no rate"),
         (["queue", "limits", "mail", "--max-running", "-1"], "'-1' is no whole number from 1 on"),
         (["queue", "limits", "mail", "--max-running", "0"], "0 would start none: pause the queue"),
+        (["runtime", "show", "web"], "neither the number of a worker nor HOST:PID"),
+        (["runtime", "quiet", ":12"], "neither the number of a worker nor HOST:PID"),
         (["job", "list", "--queue", "mail"], "a filter is a word, such as queue:email"),
         (["job", "retry", "--state", "failed"], "a filter is a word, such as state:failed"),
         (["job", "list", "--colour", "red"], "--colour"),

@@ -12,7 +12,7 @@ import pytest
 
 import awa
 from awa.storage.line import Line, Reply, Wanted
-from awa.worker import closed, declare
+from awa.worker import closed, report
 from tests.fixtures.db import wait_until
 from tests.fixtures.jobs import StartWorker, count, ended
 from tests.worker.test_claimer import BELLS, wait_for_bells
@@ -247,7 +247,7 @@ def test_what_cannot_be_stored_at_the_start_is_stored_later(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(declare, "AGAIN", 0.05)
+    monkeypatch.setattr(report, "AGAIN", 0.05)
     lock = "pg_advisory_{}(hashtextextended('awa.queue:q', 0))"
 
     @client.task()

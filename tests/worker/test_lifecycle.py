@@ -77,7 +77,7 @@ def test_a_context_manager_runs_jobs_and_leaves_no_thread_connection_or_row(clie
     assert count_running(conn) == 0
 
 
-def test_it_uses_three_connections_whatever_the_threads(
+def test_it_uses_four_connections_whatever_the_threads(
     client: awa.Client, start_worker: StartWorker, conn: Conn
 ) -> None:
     @client.task()
@@ -90,7 +90,7 @@ def test_it_uses_three_connections_whatever_the_threads(
             WHERE datname = current_database() AND application_name LIKE 'awa %' AND application_name <> 'awa client'
             GROUP BY 1 ORDER BY 1"""
     ).fetchall()
-    assert names == [("awa heartbeat", 1), ("awa maintenance", 1), ("awa worker", 1)]
+    assert names == [("awa heartbeat", 1), ("awa maintenance", 1), ("awa report", 1), ("awa worker", 1)]
 
 
 def test_what_has_not_started_is_released_and_another_takes_it_at_once(
