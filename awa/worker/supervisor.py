@@ -34,6 +34,7 @@ from awa.storage.migrate import check_schema
 from awa.storage.schema import Schema
 from awa.storage.trust import check_origin, check_same_server
 from awa.worker.attempt import Attempts
+from awa.worker.catalogue import Catalogue
 from awa.worker.claimer import Claimer
 from awa.worker.declare import Declare
 from awa.worker.heartbeat import Heartbeat
@@ -41,6 +42,7 @@ from awa.worker.identity import Identity
 from awa.worker.known import KnownClaims
 from awa.worker.maintenance.deadlines import Deadlines
 from awa.worker.maintenance.dependents import Dependents
+from awa.worker.maintenance.descriptors import Descriptors
 from awa.worker.maintenance.expire import Expire
 from awa.worker.maintenance.keys import Keys
 from awa.worker.maintenance.loop import Maintenance
@@ -152,6 +154,7 @@ class Worker:
         self._claimer: Claimer
         self._crew: Crew
         self._heartbeat: Heartbeat
+        self._declare: Declare
         self._health: HealthServer | None = None
 
     @property
@@ -182,8 +185,8 @@ class Worker:
         A process that ends while its worker runs stops it first, as :meth:`stop` does.
 
         Raises:
-            ConfigError: No task is declared, the worker was started before, here or in the process that forked, or
-                nobody can listen at ``health_addr``.
+            ConfigError: No task is declared, a queue or a kind is that this worker has nothing to do with, the worker
+                was started before, here or in the process that forked, or nobody can listen at ``health_addr``.
             DatabaseNotFound: No server answers.
             PermissionDenied: The database role lacks a right.
             SchemaNotMigrated, SchemaTooNew: The schema and this program do not fit.
@@ -198,18 +201,29 @@ class Worker:
             raise ConfigError("this worker was started before: make a new one")
         self._pid = os.getpid()
         handlers = make_handlers(self._registry, self._settings.max_args_bytes, self._wrap)
+        catalogue = Catalogue(
+            self._registry,
+            self._schema,
+            served=[spec.name for spec in self._settings.queues],
+            elsewhere=self._named_queues(handlers),
+        )
         if self._settings.health_addr:
             from awa.worker.health import HealthServer  # http.server costs as much as all the rest
 
             self._health = HealthServer(self._settings.health_addr, self.health)
             self._health.start()
         try:
-            self._start(handlers)
+            self._start(handlers, catalogue)
         except BaseException:
             self._close_health()
             raise
 
-    def _start(self, handlers: Mapping[str, Handler]) -> None:
+    def _named_queues(self, handlers: Mapping[str, Handler]) -> set[str]:
+        """The queues that tasks name, or have because they name none."""
+        options = (one.options or TaskOptions() for one in handlers.values())
+        return {queue for queue in (one.queue or self._queue for one in options) if queue is not None}
+
+    def _start(self, handlers: Mapping[str, Handler], catalogue: Catalogue) -> None:
         settings = self._settings
         self._conninfo = self._find_conninfo()
         with connect(self._conninfo, name="start") as connection, explaining(connection, self._schema, "worker"):
@@ -222,12 +236,10 @@ class Worker:
             self._wrap(hook)()
         self._identity = Identity(self._conninfo, self._schema, settings, self._version, handlers)
         self._identity.register()
-        declare = Declare(self._conninfo, self._schema, self._registry.queues)
-        declare.step()  # before the first claim, so that no limit of a new queue is missed
+        self._declare = Declare(self._conninfo, self._schema, self._registry.queues, catalogue, self._identity)
+        self._declare.step()  # before the first claim, so that no limit of a new queue is missed
         self._build(handlers)
-        if not declare.is_done:
-            self._services.append(declare)
-        for service in self._services:
+        for service in (*self._services, self._declare):  # jobs do not need the last, nor does the worker's health
             service.start()
         for index in range(settings.threads):
             thread = threading.Thread(target=self._work, args=(index,), name=f"awa-{index + 1}", daemon=True)
@@ -244,9 +256,7 @@ class Worker:
             settings.threads,
             ", ".join(sorted(handlers)),
         )
-        options = (one.options or TaskOptions() for one in handlers.values())
-        waiting = {one.queue or self._queue for one in options} - {spec.name for spec in settings.queues}
-        elsewhere = [queue for queue in waiting if queue is not None]
+        elsewhere = self._named_queues(handlers) - {spec.name for spec in settings.queues}
         if elsewhere:
             log.info(
                 "worker %d leaves to others the queues of some of its tasks: %s; to serve them too, name them (queues)",
@@ -321,6 +331,7 @@ class Worker:
                         examine=dependents.examine,
                     ),
                     Retention(schema, failed=settings.failed_retention, dead=settings.dead_retention),
+                    Descriptors(schema, retention=settings.descriptor_retention),
                     Summarize(schema),
                     Keys(schema),
                 ],
@@ -415,6 +426,7 @@ class Worker:
         released += self._release()
         left = self.running
         is_recorded = self._is_recorded = self._record(max(until - time.monotonic(), 2.0))
+        self._declare.stop(1.0)
         for service in reversed(self._services):  # the heartbeat last
             service.stop(5.0)
         # One that does not say goodbye is rescued: whatever is open, or may be, is taken back.
