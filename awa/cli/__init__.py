@@ -42,6 +42,7 @@ _COMMANDS = {
     "demo": "Watch real jobs run, a worker die, and nothing get lost.",
     "health": "Ask a worker, or the database, whether there is one at work.",
     "job": "Look at jobs, put one in, cancel, retry, move them.",
+    "kind": "Look at kinds of jobs: how code describes them, and who handles them.",
     "migrate": "Bring a database's schema up to date.",
     "queue": "Look at queues, pause, limit, empty them.",
     "storage": "Check the stored jobs, mend a restored copy, see what the ring holds.",

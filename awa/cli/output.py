@@ -31,6 +31,8 @@ STYLES = {
     "retryable": "yellow",
     "cancelled": "magenta",
     "paused": "yellow",
+    "stale": "dim",
+    "drift": "yellow",
 }
 
 
