@@ -14,9 +14,10 @@ from awa.config import load_settings
 from awa.errors import ValidationError
 from awa.job import JobState
 from awa.limits import LIMITS, RateLimit, check_limit_of
-from awa.storage import control, listing, queue_control, queues, runtime_control
+from awa.storage import control, descriptors, listing, queue_control, queues, runtime_control
 from awa.storage.connection import repeated
 from awa.storage.control import Controlled
+from awa.storage.descriptors import DescriptorInfo, Drift, KindInfo
 from awa.storage.listing import JobPage, Position
 from awa.storage.queue_control import Purged, QueueInfo
 from awa.storage.queues import Count
@@ -27,7 +28,20 @@ from awa.storage.snapshot import one_snapshot
 if TYPE_CHECKING:
     from awa.doctor import Finding
 
-__all__ = ["MOST_LISTED", "UNSAID", "Admin", "Count", "JobPage", "Purged", "QueueInfo", "RuntimeInfo", "Unsaid"]
+__all__ = [
+    "MOST_LISTED",
+    "UNSAID",
+    "Admin",
+    "Count",
+    "DescriptorInfo",
+    "Drift",
+    "JobPage",
+    "KindInfo",
+    "Purged",
+    "QueueInfo",
+    "RuntimeInfo",
+    "Unsaid",
+]
 
 MOST_LISTED = 1_000
 """Most jobs of a page."""
@@ -128,7 +142,7 @@ class Admin:
     # --- queues -----------------------------------------------------------------------------------------------------
 
     def list_queues(self) -> list[QueueInfo]:
-        """Every queue that has jobs, of which something was said, or that a worker serves; by name.
+        """Every queue that has jobs, of which something was said, that code declares, or that a worker serves; by name.
 
         All of one moment; counted as :meth:`queue_counts` does.
         """
@@ -136,7 +150,7 @@ class Admin:
             return queue_control.list_queues(look)
 
     def get_queue(self, name: str) -> QueueInfo:
-        """One queue: its counts, its limits and where they come from, and whether it is paused.
+        """One queue: its counts, its limits and where they come from, whether it is paused, how code describes it.
 
         Raises:
             QueueNotFound: It has no jobs, nothing was said of it, and no worker serves it.
@@ -280,6 +294,24 @@ class Admin:
         name = options.check_queue(name, "name")
         with self._connection() as conn:
             return queue_control.purge_queue(conn, self._schema, name)
+
+    # --- kinds ------------------------------------------------------------------------------------------------------
+
+    def list_kinds(self) -> list[KindInfo]:
+        """Every kind that code describes or that a live worker handles, by name; all of one moment."""
+        with self._connection() as conn, one_snapshot(conn, self._schema) as look:
+            return descriptors.list_kinds(look)
+
+    def get_kind(self, name: str) -> KindInfo:
+        """One kind: how code describes it, and how many workers handle it.
+
+        Raises:
+            KindNotFound: Nothing describes it, and no live worker handles it.
+            ValidationError: *name* can be no kind; nothing was sent.
+        """
+        name = options.check_kind(name, "name")
+        with self._connection() as conn, one_snapshot(conn, self._schema) as look:
+            return descriptors.get_kind(look, name)
 
     # --- jobs -------------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from psycopg import Connection
 
 from awa import options
 from awa.config import Settings, find_database, load_settings
+from awa.descriptors import FIELDS, Descriptor
 from awa.errors import ConfigError, JobFailed, ResultNotKept
 from awa.insert import Defaults, Inserted, Options, Parents, Producer, override
 from awa.job import JobId, JobState, as_seconds
@@ -187,24 +188,63 @@ class Client:
         max_running: int | None = None,
         rate_limit: RateLimit | None = None,
         max_running_per_key: int | None = None,
+        display_name: str | None = None,
+        description: str | None = None,
+        owner: str | None = None,
+        docs_url: str | None = None,
+        tags: Iterable[str] = (),
+        extra: Any = None,
     ) -> None:
-        """Declare the limits of a queue, which hold for all workers together.
+        """Declare a queue: its limits, which hold for all workers together, and what operators are shown of it.
 
         A worker stores the declarations as it starts, so the worker that starts last decides. What an operator sets
-        (``client.admin.set_limits``) goes before them. Without limits: the queue has none.
+        (``client.admin.set_limits``) goes before the limits. Without limits: the queue has none. To declare it again
+        before a worker starts replaces all of it. A worker does not start when it neither serves a declared queue nor
+        has a task that names it.
 
         Args:
             name: The queue.
             max_running: Most attempts of it that are open at once.
             rate_limit: How many of its attempts may start in a time.
             max_running_per_key: Most attempts at once of jobs with the same ``concurrency_key``.
+            display_name: What people call it, up to 200 characters.
+            description: What it is for, up to 2,000 characters.
+            owner: Who answers for it, up to 200 characters.
+            docs_url: Where more is written, up to 2,048 characters.
+            tags: Up to 20, of up to 200 characters each.
+            extra: Whatever else there is to say: any JSON value, up to 64 KiB.
 
         Raises:
-            ConfigError: One of them cannot work, or something else was declared about the queue before.
+            ConfigError: One of them cannot work.
         """
         said = {"max_running": max_running, "rate_limit": rate_limit, "max_running_per_key": max_running_per_key}
+        descriptor = _descriptor(display_name, description, owner, docs_url, tags, extra)
         limits = options.declared(lambda given: Limits(**given), said)
-        self.registry.add_queue(options.declared(options.check_queue, name), limits)
+        self.registry.add_queue(options.declared(options.check_queue, name), limits, descriptor)
+
+    def job_kind(
+        self,
+        kind: str | type | Task[..., Any],
+        *,
+        display_name: str | None = None,
+        description: str | None = None,
+        owner: str | None = None,
+        docs_url: str | None = None,
+        tags: Iterable[str] = (),
+        extra: Any = None,
+    ) -> None:
+        """Describe a kind of jobs to operators. To do it again before a worker starts replaces all of it.
+
+        A worker stores it as it starts, and does not start when no task handles the kind.
+
+        Args:
+            kind: Its name, its task, or the type of its args.
+            display_name, description, owner, docs_url, tags, extra: As for :meth:`queue`.
+
+        Raises:
+            ConfigError: One of them cannot be stored, or *kind* can be none.
+        """
+        self.registry.describe_kind(kind, _descriptor(display_name, description, owner, docs_url, tags, extra))
 
     def on_worker_start(self, hook: H) -> H:
         """Have every worker call *hook* before its first claim; what it raises keeps the worker from starting.
@@ -476,6 +516,7 @@ class Client:
         completed_retention: float | timedelta | None = None,
         failed_retention: float | timedelta | None = None,
         dead_retention: float | timedelta | None = None,
+        descriptor_retention: float | timedelta | None = None,
         rotate_after: float | timedelta | None = None,
         listen_url: str | None = None,
         health_addr: str | None = None,
@@ -488,7 +529,8 @@ class Client:
                 ``default``.
             threads: Handlers that run at once; None: AWA_THREADS, or 10.
             poll_interval, priority_aging, heartbeat, stale_after, timeout, shutdown_timeout, completed_retention,
-                failed_retention, dead_retention, rotate_after: Seconds; see :class:`awa.config.Settings`.
+                failed_retention, dead_retention, descriptor_retention, rotate_after: Seconds; see
+                :class:`awa.config.Settings`.
             listen_url: The database's address past a transaction pooler; None: AWA_LISTEN_URL, or none.
             health_addr: Where it answers ``/healthz`` and ``/readyz``, ``HOST:PORT`` or ``:PORT``; None:
                 AWA_HEALTH_ADDR, or nowhere.
@@ -511,6 +553,7 @@ class Client:
             "completed_retention": completed_retention,
             "failed_retention": failed_retention,
             "dead_retention": dead_retention,
+            "descriptor_retention": descriptor_retention,
             "rotate_after": rotate_after,
             "listen_url": listen_url,
             "health_addr": health_addr,
@@ -564,3 +607,15 @@ class Client:
         """A pooled connection for the library's own statements."""
         with self._pool.own() as conn:
             yield conn
+
+
+def _descriptor(
+    display_name: str | None,
+    description: str | None,
+    owner: str | None,
+    docs_url: str | None,
+    tags: Iterable[str],
+    extra: Any,
+) -> Descriptor:
+    given = (display_name, description, owner, docs_url, tags, extra)
+    return options.declared(lambda said: Descriptor(**said), dict(zip(FIELDS, given, strict=True)))

@@ -78,6 +78,8 @@ class Settings:
     """Seconds that failed and cancelled jobs stay readable."""
     dead_retention: float = 30 * 86_400.0
     """Seconds that dead letters stay readable."""
+    descriptor_retention: float = 30 * 86_400.0
+    """Seconds that the description of a queue or a kind stays once no worker declares it; 0 for ever."""
     rotate_after: float = 0.0
     """Seconds after which a new segment is begun; 0 for a sixth of ``completed_retention``, at least a minute."""
     notify: bool = True
@@ -295,6 +297,7 @@ _PARSERS: Mapping[str, Callable[[object], Any]] = {
     "completed_retention": _seconds(0, LONGEST_RETENTION),
     "failed_retention": _seconds(0, LONGEST_RETENTION),
     "dead_retention": _seconds(0, LONGEST_RETENTION),
+    "descriptor_retention": _seconds(0, LONGEST_RETENTION),
     "rotate_after": _seconds(0, LONGEST_RETENTION),
     "notify": _switch,
     "pooler": _one_of("auto", "on", "off"),

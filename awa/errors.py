@@ -7,6 +7,7 @@
       JobNotFound (LookupError)      no job has that id
       JobBusy                        another transaction held the job: nothing was changed, try again
       QueueNotFound (LookupError)    nothing is known of a queue of that name
+      KindNotFound (LookupError)     nothing is known of a kind of that name
       QueueBusy                      others held the queue, or some of its jobs: try again
       RuntimeNotFound (LookupError)  no worker has that number, or it has ended
       UniqueConflict                 an equal job exists
@@ -95,6 +96,18 @@ class QueueNotFound(AwaError, LookupError):
     def __init__(self, message: str, *, queue: str) -> None:
         super().__init__(message)
         self.queue = queue
+
+
+class KindNotFound(AwaError, LookupError):
+    """Nothing is known of the kind: nothing describes it, and no live worker handles it.
+
+    Attributes:
+        kind: The name that was asked for.
+    """
+
+    def __init__(self, message: str, *, kind: str) -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class QueueBusy(AwaError):

@@ -28,6 +28,7 @@ __all__ = [
     "check_limit",
     "check_max_attempts",
     "check_max_running",
+    "check_note",
     "check_pool_size",
     "check_priority",
     "check_queue",
@@ -97,6 +98,13 @@ def check_burst(value: object, path: str = "burst") -> int:
 def check_by(value: object, path: str = "by") -> str | None:
     """Who does something: None, or text of 1 to 200 characters."""
     return None if value is None else _check_text(value, path, MAX_NAME, "say who, or leave it out")
+
+
+def check_note(value: object, path: str, most: int) -> str | None:
+    """What is said of something for people: None, or text of up to *most* characters, which may be empty."""
+    if value is None or (isinstance(value, str) and not value):
+        return None if value is None else ""
+    return _check_text(value, path, most, "leave it out")
 
 
 def check_tags(value: object, path: str = "tags") -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from typing import Any, Generic, ParamSpec, Self, TypeVar
 from awa import job as jobs
 from awa._core import derive_kind
 from awa.args import Codec, FunctionCodec, codec_for, parameter_hints, result_dumper, signature_of
+from awa.descriptors import Descriptor
 from awa.errors import ConfigError, DuplicateKind, UnknownKind, ValidationError
 from awa.limits import Limits
 from awa.options import (
@@ -310,7 +311,8 @@ class Registry:
     def __init__(self) -> None:
         self._by_kind: dict[str, Task[..., Any]] = {}
         self._by_type: dict[Any, list[Task[..., Any]]] = {}
-        self._queues: dict[str, Limits] = {}
+        self._queues: dict[str, tuple[Limits, Descriptor]] = {}
+        self._described: dict[Any, Descriptor] = {}  # by kind, or by the type of args; the later of two counts
 
     def add(self, task: Task[..., Any]) -> None:
         """Register *task* under its kind and its aliases.
@@ -332,22 +334,57 @@ class Registry:
         if task.is_typed and not _is_untyped_mapping(task.args_type):
             self._by_type.setdefault(task.args_type, []).append(task)
 
-    def add_queue(self, name: str, limits: Limits) -> None:
-        """Register what is declared about a queue.
-
-        Raises:
-            ConfigError: Something else was declared about it before; that stays.
-        """
-        before = self._queues.setdefault(name, limits)
-        if before != limits:
-            raise ConfigError(
-                f"queue {name!a} is declared with {before} and with {limits}: declare it once, with all its limits"
-            )
+    def add_queue(self, name: str, limits: Limits, descriptor: Descriptor) -> None:
+        """Register what is declared about a queue, in place of what was."""
+        self._queues[name] = limits, descriptor
 
     @property
     def queues(self) -> dict[str, Limits]:
-        """The queues about which anything is declared, by name."""
-        return dict(self._queues)
+        """The limits of the queues about which anything is declared, by name."""
+        return {name: limits for name, (limits, _) in self._queues.items()}
+
+    @property
+    def queue_descriptors(self) -> dict[str, Descriptor]:
+        """How these are described, by name."""
+        return {name: descriptor for name, (_, descriptor) in self._queues.items()}
+
+    def describe_kind(self, subject: object, descriptor: Descriptor) -> None:
+        """Register how a kind is described, in place of what was.
+
+        Args:
+            subject: The kind, its task, or the type of its args, whose task may be declared later.
+
+        Raises:
+            ConfigError: It is none of the three, or several tasks have args of that type.
+        """
+        if isinstance(subject, Task):
+            subject = subject.kind
+        if isinstance(subject, str):
+            subject = declared(check_kind, subject)
+        elif not isinstance(typing.get_origin(subject) or subject, type) or _is_untyped_mapping(subject):
+            raise ConfigError(
+                f"job_kind takes a kind, a task, or the type of a task's args, got {subject!r}: give the name of the"
+                " kind, as an insert of its jobs does"
+            )
+        else:
+            self.for_type(subject)
+        self._described.pop(subject, None)
+        self._described[subject] = descriptor
+
+    @property
+    def kind_descriptors(self) -> dict[str, Descriptor]:
+        """How kinds are described, by kind.
+
+        Raises:
+            ConfigError: One is described by a type of args that several tasks have.
+        """
+        return {self._kind_of(subject): descriptor for subject, descriptor in self._described.items()}
+
+    def _kind_of(self, subject: Any) -> str:
+        if isinstance(subject, str):
+            return subject
+        task = self.for_type(subject)
+        return derive_kind(typing.get_origin(subject) or subject) if task is None else task.kind
 
     def find(self, kind: str) -> Task[..., Any] | None:
         """The task for *kind*, which may be an alias."""

@@ -1,5 +1,5 @@
 """Measure awa: ``python -m benchmarks.run insert drain latency producers backlog inflight fleet snapshot limits
-rate deploy cloud soak``.
+rate deploy descriptors cloud soak``.
 
     insert      COPY, batches of 1,000, single inserts and beside them a bare INSERT of the same row
     drain       one worker process and a backlog of no-op jobs: first claim to last durable completion
@@ -12,6 +12,7 @@ rate deploy cloud soak``.
     limits      draining a queue with each kind of limit, and with none; all of it under an old snapshot too
     rate        a queue that may start 50 jobs a second, over four processes, in windows of ten seconds
     deploy      ten workers of before and one that knows a kind more: jobs of that kind among ten times as many others
+    descriptors writing 2,000 descriptions of queues, reading 500 beside a thousand runtimes
     cloud       draining, latency, inserts: 1 ms away and 2 ms slower at commit, and as it is
     soak        ten minutes at 70 % of the peak with a turn of the ring every ten seconds, minute by minute
 

@@ -46,6 +46,7 @@ _COMMANDS = {
     "doctor": "Find what is wrong with an installation, and what mends it.",
     "health": "Ask a worker, or the database, whether there is one at work.",
     "job": "Look at jobs, put one in, cancel, retry, move them.",
+    "kind": "Look at kinds of jobs: how code describes them, and who handles them.",
     "migrate": "Bring a database's schema up to date.",
     "queue": "Look at queues, pause, limit, empty them.",
     "runtime": "Look at worker processes, have one claim nothing more.",

@@ -36,6 +36,7 @@ STYLES = {
     "stale": "yellow",
     "gone": "red",
     "ended": "dim",
+    "drift": "yellow",
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from awa.cli.asking import ask, asking_options, check_answerable
+from awa.cli.descriptors import described_columns, described_facts, described_lines, described_row
 from awa.cli.filters import WAITING
 from awa.cli.output import Cell, Column, Table, echo, facts, local_time, plain, print_facts, print_json, safe, styled
 from awa.cli.target import Target, refuse_address, this_user, with_target
@@ -34,6 +35,7 @@ _COLUMNS = (
     Column("cancelled", is_number=True, needs_width=100),
     Column("completed", is_number=True, needs_width=100),
     Column("limits", is_flexible=True, needs_width=130),
+    *described_columns(160),
 )
 _SHOWN = (
     *(JobState.AVAILABLE, JobState.RUNNING, JobState.SCHEDULED, JobState.RETRYABLE),
@@ -57,7 +59,7 @@ def _who(by: str | None) -> str:
 @queue.command("list", short_help="Show every queue, with its jobs by state.")
 @with_target
 def list_(target: Target) -> None:
-    """Show every queue of which something is known: its jobs by state, and whether it is paused.
+    """Show every queue of which something is known: its jobs by state, whether it is paused, how code describes it.
 
     Up to 100,000 jobs of a queue in a state are counted, beyond that the number is an estimate: ~1,234,567.
     """
@@ -73,7 +75,8 @@ def list_(target: Target) -> None:
 
 def _row(info: QueueInfo) -> list[Cell]:
     status = styled("paused") if info.is_paused else "open"
-    return [info.name, status, *(_count(info.counts.get(state)) for state in _SHOWN), _limits_text(info.limits)]
+    counts = (_count(info.counts.get(state)) for state in _SHOWN)
+    return [info.name, status, *counts, _limits_text(info.limits), *described_row(info.descriptor)]
 
 
 def _count(count: Count | None) -> str:
@@ -92,7 +95,8 @@ def _limit_text(value: int | RateLimit | None) -> str:
 
 def queue_facts(info: QueueInfo) -> dict[str, Any]:
     """A queue in JSON: the fields of ``QueueInfo``, and what it derives."""
-    return facts(info) | {"is_paused": info.is_paused, "running": info.running}
+    derived = {"is_paused": info.is_paused, "running": info.running}
+    return facts(info) | derived | {"descriptor": described_facts(info.descriptor)}
 
 
 def _doubt(info: QueueInfo) -> None:
@@ -128,7 +132,7 @@ def show(target: Target, name: str) -> None:
         return
     rows = [("queue", safe(info.name)), ("status", _status_text(info)), ("running now", f"{info.running:,}")]
     rows += [(state.value, _count(info.counts.get(state))) for state in JobState if state is not JobState.RUNNING]
-    print_facts(rows)
+    print_facts(rows + described_lines(info.descriptor))
     echo("")
     _print_limits(info)
 

@@ -49,6 +49,9 @@ _OPTIONS = (
     click.option("--failed-retention", metavar="SECONDS", help="How long failed and cancelled jobs stay readable."),
     click.option("--dead-retention", metavar="SECONDS", help="How long dead letters stay readable."),
     click.option(
+        "--descriptor-retention", metavar="SECONDS", help="How long what nobody declares stays described; 0: for ever."
+    ),
+    click.option(
         "--rotate-after", metavar="SECONDS", help="When a new segment is begun; 0 leaves it to the retention."
     ),
     click.option("--notify/--no-notify", default=None, help="Wake workers by NOTIFY, or leave it to polling."),

@@ -20,6 +20,7 @@ from awa.errors import QueueBusy, QueueNotFound
 from awa.job import JobState
 from awa.limits import NO_LIMITS, Limits, RateLimit, limits_from_json, limits_to_json
 from awa.storage.connection import repeated
+from awa.storage.descriptors import DescriptorInfo, read_descriptors
 from awa.storage.jobs import REFUSED, refusal
 from awa.storage.pooler import read_committed
 from awa.storage.queues import COUNT_AVAILABLE, COUNT_WAITING, LIST_QUEUES, WAITING_STATES, Count, count_jobs
@@ -80,6 +81,8 @@ class QueueInfo:
     """Who set or cleared one last, if that was told."""
     overrides_at: datetime | None = None
     """When."""
+    descriptor: DescriptorInfo | None = None
+    """How code describes it; None: no worker that serves it has declared it."""
 
     @property
     def is_paused(self) -> bool:
@@ -104,12 +107,14 @@ def get_queue(look: Look, queue: str) -> QueueInfo:
         QueueNotFound: It has no jobs, nothing was said of it, and no worker serves it.
     """
     [found] = _read(look, queue)
-    is_said = bool(look.rows(META, queue=queue))
+    is_said = found.descriptor is not None or bool(look.rows(META, queue=queue))
     if not is_said and not any(count.value for count in found.counts.values()):
         # those of list_queues: one whose jobs were deleted is there until its entries are
         names = {name for text in (SERVED, LIST_QUEUES) for (name,) in look.rows(text)}
         if queue not in names:
-            known = sorted(names | {name for (name, *_) in look.rows(META, queue=None)})
+            known = sorted(
+                names | {name for (name, *_) in look.rows(META, queue=None)} | set(read_descriptors(look, "queue"))
+            )
             shown = ", ".join(ascii(name) for name in known[:10]) or "none"
             more = f" and {len(known) - 10} more" if len(known) > 10 else ""
             text = f"no queue {queue!a} is known: it has no jobs, and nobody serves it; known are {shown}{more}"
@@ -120,16 +125,19 @@ def get_queue(look: Look, queue: str) -> QueueInfo:
 def _read(look: Look, queue: str | None) -> list[QueueInfo]:
     said = {name: rest for name, *rest in look.rows(META, queue=queue)}
     counts = count_jobs(look, queue)
+    described = read_descriptors(look, "queue", queue)
     nothing = {state: Count(0, True) for state in JobState}
-    names = set(counts) | set(said)
+    names = set(counts) | set(said) | set(described)
     if queue is None:
         names |= {name for (name,) in look.rows(SERVED)}
-    return [_info(name, counts.get(name, nothing), said.get(name)) for name in sorted(names)]
+    return [_info(name, counts.get(name, nothing), said.get(name), described.get(name)) for name in sorted(names)]
 
 
-def _info(name: str, counts: dict[JobState, Count], row: list[Any] | None) -> QueueInfo:
+def _info(
+    name: str, counts: dict[JobState, Count], row: list[Any] | None, descriptor: DescriptorInfo | None
+) -> QueueInfo:
     if row is None:
-        return QueueInfo(name, counts)
+        return QueueInfo(name, counts, descriptor=descriptor)
     declared, declared_at, overrides, overrides_by, overrides_at, paused_at, paused_by, pause_reason = row
     in_code = None if declared is None else limits_from_json(declared)
     by_operator = limits_from_json(overrides or {})
@@ -145,6 +153,7 @@ def _info(name: str, counts: dict[JobState, Count], row: list[Any] | None) -> Qu
         overrides=by_operator,
         overrides_by=overrides_by,
         overrides_at=overrides_at,
+        descriptor=descriptor,
     )
 
 

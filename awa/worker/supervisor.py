@@ -34,12 +34,14 @@ from awa.storage.migrate import check_schema
 from awa.storage.schema import Schema
 from awa.storage.trust import check_origin, check_same_server
 from awa.worker.attempt import Attempts
+from awa.worker.catalogue import Catalogue
 from awa.worker.claimer import Claimer
 from awa.worker.heartbeat import Heartbeat
 from awa.worker.identity import Identity
 from awa.worker.known import KnownClaims
 from awa.worker.maintenance.deadlines import Deadlines
 from awa.worker.maintenance.dependents import Dependents
+from awa.worker.maintenance.descriptors import Descriptors
 from awa.worker.maintenance.expire import Expire
 from awa.worker.maintenance.keys import Keys
 from awa.worker.maintenance.loop import Maintenance
@@ -184,8 +186,8 @@ class Worker:
         A process that ends while its worker runs stops it first, as :meth:`stop` does.
 
         Raises:
-            ConfigError: No task is declared, the worker was started before, here or in the process that forked, or
-                nobody can listen at ``health_addr``.
+            ConfigError: No task is declared, a queue or a kind is that this worker has nothing to do with, the worker
+                was started before, here or in the process that forked, or nobody can listen at ``health_addr``.
             DatabaseNotFound: No server answers.
             PermissionDenied: The database role lacks a right.
             SchemaNotMigrated, SchemaTooNew: The schema and this program do not fit.
@@ -200,18 +202,29 @@ class Worker:
             raise ConfigError("this worker was started before: make a new one")
         self._pid = os.getpid()
         handlers = make_handlers(self._registry, self._settings.max_args_bytes, self._wrap)
+        catalogue = Catalogue(
+            self._registry,
+            self._schema,
+            served=[spec.name for spec in self._settings.queues],
+            elsewhere=self._named_queues(handlers),
+        )
         if self._settings.health_addr:
             from awa.worker.health import HealthServer  # http.server costs as much as all the rest
 
             self._health = HealthServer(self._settings.health_addr, self.health)
             self._health.start()
         try:
-            self._start(handlers)
+            self._start(handlers, catalogue)
         except BaseException:
             self._close_health()
             raise
 
-    def _start(self, handlers: Mapping[str, Handler]) -> None:
+    def _named_queues(self, handlers: Mapping[str, Handler]) -> set[str]:
+        """The queues that tasks name, or have because they name none."""
+        options = (one.options or TaskOptions() for one in handlers.values())
+        return {queue for queue in (one.queue or self._queue for one in options) if queue is not None}
+
+    def _start(self, handlers: Mapping[str, Handler], catalogue: Catalogue) -> None:
         settings = self._settings
         self._conninfo = self._find_conninfo()
         with connect(self._conninfo, name="start") as connection, explaining(connection, self._schema, "worker"):
@@ -230,6 +243,7 @@ class Worker:
             identity=self._identity,
             declared=self._registry.queues,
             snapshot=self._snapshot,
+            tellers=[catalogue.tell],
         )
         self._report.begin()
         self._build(handlers)
@@ -250,9 +264,7 @@ class Worker:
             settings.threads,
             ", ".join(sorted(handlers)),
         )
-        options = (one.options or TaskOptions() for one in handlers.values())
-        waiting = {one.queue or self._queue for one in options} - {spec.name for spec in settings.queues}
-        elsewhere = [queue for queue in waiting if queue is not None]
+        elsewhere = self._named_queues(handlers) - {spec.name for spec in settings.queues}
         if elsewhere:
             log.info(
                 "worker %d leaves to others the queues of some of its tasks: %s; to serve them too, name them (queues)",

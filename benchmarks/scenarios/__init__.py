@@ -12,6 +12,7 @@ from benchmarks.scenarios import (
     backlog,
     cloud,
     deploy,
+    descriptors,
     drain,
     fleet,
     inflight,
@@ -62,6 +63,7 @@ SCENARIOS: Mapping[str, Scenario] = MappingProxyType(
         "limits": Scenario(limits.run, limits.VARIANTS, conclude=limits.conclude),
         "rate": Scenario(rate.run, rate.VARIANTS, duration=60.0, repeat=1, conclude=rate.conclude),
         "deploy": Scenario(deploy.run, deploy.VARIANTS, conclude=deploy.conclude),
+        "descriptors": Scenario(descriptors.run, descriptors.VARIANTS, conclude=descriptors.conclude),
         "cloud": Scenario(cloud.run, cloud.VARIANTS, duration=10.0, conclude=cloud.conclude),
         "soak": Scenario(soak.run, soak.VARIANTS, duration=600.0, repeat=1, conclude=soak.conclude),
     }

@@ -73,10 +73,10 @@ def test_a_list_has_a_line_for_each_queue(run: Run, mail: list[awa.Inserted]) ->
     lines = [line.split() for line in run("list").stdout.splitlines()]
     states = ["available", "running", "scheduled", "retryable", "failed", "cancelled", "completed"]
     assert lines == [
-        ["queue", "status", *states, "limits"],
-        ["empty", "paused", *"0000000", "-"],
-        ["mail", "open", *"1010100", "-"],
-        ["other", "open", *"1000000", "-"],
+        ["queue", "status", *states, "limits", "display", "name", "owner", "tags", "declared"],
+        ["empty", "paused", *"0000000", *"-----"],
+        ["mail", "open", *"1010100", *"-----"],
+        ["other", "open", *"1000000", *"-----"],
     ]
     found = answer(run("list", "--json"))["queues"]
     assert [(queue["name"], queue["is_paused"]) for queue in found] == [
@@ -93,7 +93,7 @@ def test_show(run: Run, mail: list[awa.Inserted]) -> None:
     assert (facts["queue"], facts["status"], facts["scheduled"], facts["failed"]) == ("mail", "open", "1", "1")
     assert set(answer(run("show", "mail", "--json"))) == {
         *("name", "is_paused", "paused_at", "paused_by", "pause_reason", "running", "counts", "limits", "declared"),
-        *("declared_at", "overrides", "overrides_by", "overrides_at"),
+        *("declared_at", "overrides", "overrides_by", "overrides_at", "descriptor"),
     }
 
 
@@ -282,7 +282,7 @@ def test_nothing_that_is_stored_is_obeyed_by_a_terminal(run: Run, client: awa.Cl
     assert click.unstyle(shown.text).replace("\n", "").isprintable() and "\x1b[31m" not in shown.text
 
 
-@pytest.mark.parametrize("columns", [80, 200])
+@pytest.mark.parametrize("columns", [80, 250])
 def test_rows_fit_the_terminal(client: awa.Client, database: str, columns: int) -> None:
     client.insert({}, kind="k", queue="q" * 190)
     client.admin.pause_queue("q" * 190)
@@ -291,7 +291,7 @@ def test_rows_fit_the_terminal(client: awa.Client, database: str, columns: int) 
     lines = click.unstyle(shown.text).splitlines()
     assert shown.code == 0 and len(lines) == 4
     assert max(map(len, lines)) == columns
-    assert ("max-running 100000, rate-limit 12345/7s:burst=1234" in lines[-1]) is (columns == 200)
+    assert ("max-running 100000, rate-limit 12345/7s:burst=1234" in lines[-1]) is (columns == 250)
 
 
 def test_an_estimate_is_marked(run: Run, client: awa.Client, conn: Conn) -> None:

@@ -94,6 +94,14 @@ def thrice() -> None: ...
 def named() -> None: ...
 
 
+client.queue("email", max_running=5, display_name="Mail", tags=["prod"], extra={"tier": 1})
+client.job_kind("send_email", description="One at a time", owner="ada")
+client.job_kind(resize, docs_url="https://docs.example.com")
+client.job_kind(SendEmail, tags=("a", "b"))
+client.job_kind(5)  # type: ignore[arg-type]
+client.queue("email", owner=5)  # type: ignore[arg-type]
+
+
 @client.on_worker_start
 def start() -> None: ...
 

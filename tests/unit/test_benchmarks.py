@@ -25,7 +25,7 @@ from benchmarks.record import BenchmarkError, Plan, Result, percentiles
 from benchmarks.repetition import measure
 from benchmarks.report import make_line, make_table
 from benchmarks.run import parse_targets
-from benchmarks.scenarios import SCENARIOS, fleet, inflight, insert, latency, limits, producers, rate, soak
+from benchmarks.scenarios import SCENARIOS, descriptors, fleet, inflight, insert, latency, limits, producers, rate, soak
 from benchmarks.scenarios.claiming import BATCH, Claiming
 from benchmarks.scenarios.tasks import mark, noop
 from benchmarks.server import Place, find_pgbench, find_place
@@ -187,6 +187,24 @@ def test_limits_a_rate_and_a_deploy_have_each_job_run_once(server: Server) -> No
         if scenario == "rate":
             assert [result.variant for result in results] == ["window-01", "most", "least"]
             assert results[1].jobs <= 2 * 50 + rate.BURST + 5
+
+
+@pytest.mark.parametrize("variant", ["write", "read"])
+def test_what_is_described_is_written_and_read(
+    server: Server, database: str, monkeypatch: pytest.MonkeyPatch, variant: str
+) -> None:
+    monkeypatch.setattr(descriptors, "DESCRIBED", {"write": 20, "read": 10})
+    monkeypatch.setattr(descriptors, "RUNTIMES", 6)
+    monkeypatch.setattr(descriptors, "TIMES", 3)
+    results = SCENARIOS["descriptors"].run(make_plan(server, database, "descriptors", variant))
+    names = {"write": ["start", "change", "tick", "idle"], "read": ["same", "drift"]}
+    assert [result.variant for result in results] == [f"{variant}-{name}" for name in names[variant]]
+    assert all(result.p50_ms for result in results)
+    monkeypatch.setattr(descriptors.descriptors, "sync", lambda *_, **__: None)
+    with psycopg.connect(database, autocommit=True) as conn:
+        conn.execute("TRUNCATE awa.queue_descriptors")
+    with pytest.raises(BenchmarkError):
+        SCENARIOS["descriptors"].run(make_plan(server, database, "descriptors", variant))
 
 
 def test_the_cost_of_a_limit_is_told_beside_none() -> None:

@@ -70,6 +70,7 @@ def test_none_and_an_empty_variable_count_as_not_given() -> None:
         ("completed_retention", "0", 0.0),
         ("failed_retention", "3600", 3600.0),
         ("dead_retention", "86400", 86400.0),
+        ("descriptor_retention", "0", 0.0),
         ("rotate_after", "0.5", 0.5),
         ("notify", "Off", False),
         ("notify", "1", True),

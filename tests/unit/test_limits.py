@@ -128,15 +128,6 @@ def test_what_an_operator_cannot_say_is_refused(nowhere: awa.Client) -> None:
         assert caught.value.path == path
 
 
-def test_a_queue_is_declared_once(nowhere: awa.Client) -> None:
-    nowhere.queue("q", max_running=3, rate_limit=RateLimit(5))
-    nowhere.queue("q", max_running=3, rate_limit=RateLimit(5, per=1, burst=5))
-    nowhere.queue("free")
-    with pytest.raises(ConfigError, match=r"'q' is declared with .*max_running=3.* and with .*max_running=4"):
-        nowhere.queue("q", max_running=4)
-    assert nowhere.registry.queues == {"q": Limits(3, RateLimit(5)), "free": Limits()}
-
-
 def test_limits_are_read_as_they_were_stored() -> None:
     limits = Limits(3, RateLimit(0.1, per=7, burst=2), 1)
     assert Limits(**limits_from_json(limits.to_json())) == limits  # type: ignore[arg-type]

@@ -229,6 +229,9 @@ def test_what_code_declares_holds_before_the_first_claim(
     def slow() -> None:
         gate.enter("slow")
 
+    @client.task(queue="elsewhere")
+    def other() -> None: ...
+
     client.queue("q", max_running=2)
     client.queue("elsewhere", rate_limit=awa.RateLimit(5))
     client.insert_many([awa.NewJob(slow.bind(), queue="q") for _ in range(5)])
@@ -250,7 +253,7 @@ def test_what_cannot_be_stored_at_the_start_is_stored_later(
     monkeypatch.setattr(report, "AGAIN", 0.05)
     lock = "pg_advisory_{}(hashtextextended('awa.queue:q', 0))"
 
-    @client.task()
+    @client.task(queue="q")
     def work() -> None: ...
 
     client.queue("q", max_running=2)
