@@ -345,6 +345,7 @@ class Worker:
                         failed=settings.failed_retention,
                         dead=settings.dead_retention,
                     ),
+                    Descriptors(schema, retention=settings.descriptor_retention),
                     Summarize(schema),
                     Keys(schema),
                 ],
