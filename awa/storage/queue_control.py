@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
@@ -22,7 +22,15 @@ from awa.limits import NO_LIMITS, Limits, RateLimit, limits_from_json, limits_to
 from awa.storage.connection import repeated
 from awa.storage.jobs import REFUSED, refusal
 from awa.storage.pooler import read_committed
-from awa.storage.queues import COUNT_AVAILABLE, COUNT_WAITING, LIST_QUEUES, WAITING_STATES, Count, count_jobs
+from awa.storage.queues import (
+    COUNT_AVAILABLE,
+    COUNT_WAITING,
+    LIST_QUEUES,
+    WAITING_STATES,
+    Count,
+    count_jobs,
+    oldest_available,
+)
 from awa.storage.schema import Schema
 from awa.storage.snapshot import Look
 
@@ -80,6 +88,8 @@ class QueueInfo:
     """Who set or cleared one last, if that was told."""
     overrides_at: datetime | None = None
     """When."""
+    oldest_at: datetime | None = None
+    """Since when its oldest available job has been available; None: nobody waits in line for a worker."""
 
     @property
     def is_paused(self) -> bool:
@@ -124,7 +134,11 @@ def _read(look: Look, queue: str | None) -> list[QueueInfo]:
     names = set(counts) | set(said)
     if queue is None:
         names |= {name for (name,) in look.rows(SERVED)}
-    return [_info(name, counts.get(name, nothing), said.get(name)) for name in sorted(names)]
+    oldest = oldest_available(look, list(counts))
+    return [
+        replace(_info(name, counts.get(name, nothing), said.get(name)), oldest_at=oldest.get(name))
+        for name in sorted(names)
+    ]
 
 
 def _info(name: str, counts: dict[JobState, Count], row: list[Any] | None) -> QueueInfo:
@@ -154,8 +168,8 @@ def _limits(by_name: Mapping[str, Any]) -> Limits:
 
 def count_waiting(look: Look, queue: str) -> int:
     """How many jobs of a queue are neither running nor ended, one by one."""
-    waiting = look.rows(COUNT_WAITING, queues=[queue], states=list(WAITING_STATES), limit=None)
-    available = look.rows(COUNT_AVAILABLE, queues=[queue], limit=None)
+    waiting = look.rows(COUNT_WAITING, queues=[queue], states=list(WAITING_STATES))
+    available = look.rows(COUNT_AVAILABLE, queues=[queue])
     return sum(count for _, _, count in [*waiting, *available])
 
 
