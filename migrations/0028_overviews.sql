@@ -1,11 +1,16 @@
 -- Overviews: what awa.admin counts, as functions, and views for psql and dashboards that say the same.
 --
--- Adds functions and views only. Works with awa 0.1 and later.
+-- Adds functions, views, and two indexes, which hold off the recording of jobs that wait, failed or were cancelled while
+-- they are built; they hold follow-ups only. Works with awa 0.1 and later.
 --
 -- Looking is bounded: what is many is estimated from some pages of its table. Nothing here locks anything but against the
 -- emptying of a segment, and that no longer than the statement that asks. A view sees what its statement's snapshot sees;
 -- a segment that is emptied meanwhile is empty, whatever the snapshot says, so a job that was carried out of it in that
 -- moment may be left out once.
+
+-- The follow-ups of a job.
+CREATE INDEX waiting_jobs_follows ON awa.waiting_jobs ((follow_ups->>'of')) WHERE follow_ups->>'of' IS NOT NULL;
+CREATE INDEX ended_jobs_follows ON awa.ended_jobs ((follow_ups->>'of')) WHERE follow_ups->>'of' IS NOT NULL;
 
 -- Where the entries of a queue lie that nobody has claimed: the ranges that awa.unclaimed walks, each with the snapshot
 -- that sees what belongs to it. Snapshots without open transactions make one range, which is written down here: a call

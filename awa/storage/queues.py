@@ -23,6 +23,7 @@ SAMPLE_PAGES = 500
 
 LIST_QUEUES = "SELECT queue FROM awa.queue_names() queue ORDER BY 1"
 
+
 @dataclass(frozen=True, slots=True)
 class Count:
     """How many jobs there are."""

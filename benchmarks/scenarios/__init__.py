@@ -16,6 +16,7 @@ from benchmarks.scenarios import (
     fleet,
     inflight,
     insert,
+    inspect,
     latency,
     limits,
     producers,
@@ -63,6 +64,7 @@ SCENARIOS: Mapping[str, Scenario] = MappingProxyType(
         "rate": Scenario(rate.run, rate.VARIANTS, duration=60.0, repeat=1, conclude=rate.conclude),
         "deploy": Scenario(deploy.run, deploy.VARIANTS, conclude=deploy.conclude),
         "cloud": Scenario(cloud.run, cloud.VARIANTS, duration=10.0, conclude=cloud.conclude),
+        "inspect": Scenario(inspect.run, inspect.VARIANTS, repeat=1, conclude=inspect.conclude),
         "soak": Scenario(soak.run, soak.VARIANTS, duration=600.0, repeat=1, conclude=soak.conclude),
     }
 )
