@@ -13,7 +13,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from awa.cli.output import as_json, echo
+import click
+
+from awa.cli.output import as_json, echo, safe
 from awa.cli.shown import job_facts
 from awa.storage.jobs import JobInfo
 
@@ -51,6 +53,9 @@ def written(output: Path | None) -> Iterator[Write]:
     """Write to a file, which is there once all of it is; None: to the standard output.
 
     Until then it is ``FILE.part`` beside it, which is removed when something goes wrong.
+
+    Raises:
+        click.ClickException: The file cannot be written.
     """
     if output is None:
         yield lambda lines: echo(lines, nl=False)
@@ -64,8 +69,12 @@ def written(output: Path | None) -> Iterator[Write]:
             file.flush()
             os.fsync(file.fileno())
         part.replace(output)
-    except BaseException:
-        part.unlink(missing_ok=True)
+    except BaseException as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            reason = error.strerror or str(error)
+            raise click.ClickException(f"{safe(output)} cannot be written: {reason}; nothing was changed") from error
         raise
 
 

@@ -106,8 +106,8 @@ def _around(job: JobDetails) -> Iterator[tuple[str, str]]:
     if job.attempts:
         yield "attempts", "\n".join(map(_attempt_text, job.attempts))
     if job.parents:
-        failing = f"; when one does not complete: {safe(job.on_parent_failure)}" if job.on_parent_failure else ""
-        yield "waits for", "\n".join(map(_related_text, job.parents)) + failing
+        yield "waits for", "\n".join(map(_related_text, job.parents))
+        yield "when one fails", safe(job.on_parent_failure)
     if job.dependents:
         yield "waited for by", "\n".join(map(_related_text, job.dependents))
     if job.follows is not None:

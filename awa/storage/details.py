@@ -58,7 +58,9 @@ RUNTIMES = "SELECT id, hostname, pid FROM awa.runtime_instances WHERE id = ANY (
 
 # What stands only in the row of one that waits or has ended.
 ROW = """
-    SELECT follow_ups, parents, on_parent_failure FROM awa.waiting_jobs WHERE id = %(id)s::bigint
+    SELECT follow_ups, CASE WHEN waits_for = 'parent' THEN parents END,
+           CASE WHEN waits_for = 'parent' THEN coalesce(on_parent_failure, 'cancel') END
+      FROM awa.waiting_jobs WHERE id = %(id)s::bigint
      UNION ALL
     SELECT follow_ups, NULL, NULL FROM awa.ended_jobs WHERE id = %(id)s::bigint
 """
