@@ -1,5 +1,5 @@
 """Measure awa: ``python -m benchmarks.run insert drain latency producers backlog inflight fleet snapshot limits
-rate deploy descriptors cloud soak``.
+rate deploy descriptors cloud inspect soak``.
 
     insert      COPY, batches of 1,000, single inserts and beside them a bare INSERT of the same row
     drain       one worker process and a backlog of no-op jobs: first claim to last durable completion
@@ -14,6 +14,7 @@ rate deploy descriptors cloud soak``.
     deploy      ten workers of before and one that knows a kind more: jobs of that kind among ten times as many others
     descriptors writing 2,000 descriptions of queues, reading 500 beside a thousand runtimes
     cloud       draining, latency, inserts: 1 ms away and 2 ms slower at commit, and as it is
+    inspect     lists, counts, views and single jobs beside 5 million completed, a million available, 200,000 failed
     soak        ten minutes at 70 % of the peak with a turn of the ring every ten seconds, minute by minute
 
 ``SCENARIO:VARIANT`` measures one variant: ``insert:copy``, ``producers:64-on producers:64-off``. Each repetition is a

@@ -1,4 +1,4 @@
-"""``awa job``: look at jobs, put one in, and change those that are there."""
+"""``awa job``: look at jobs, write them out, put one in, and change those that are there."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ import json
 import sys
 from collections.abc import Callable
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import click
 
 from awa.cli import EXIT_NOT_FOUND, bulk
 from awa.cli.asking import asking_options
+from awa.cli.export import csv_head, csv_lines, json_lines, written
 from awa.cli.filters import KEYS, WAITING, Walk, parse_filter, parse_ids
 from awa.cli.output import as_json, echo, print_json, safe
 from awa.cli.shown import JobTable, job_facts, print_job
 from awa.cli.target import Target, refuse_address, with_target
 from awa.cli.values import duration, instant, json_object
 from awa.client import Client
-from awa.errors import JobNotFound, ValidationError
+from awa.errors import JobNotFound, PermissionDenied, ValidationError
 from awa.job import JobState
 from awa.options import AFTER_FAILED, check_priority, check_queue, check_reason
+from awa.storage.jobs import JobInfo
 
 LISTED = 20
 """Jobs that a list shows when nobody says how many."""
@@ -111,12 +114,16 @@ def _list_table(walk: Walk) -> None:
 @with_target
 @click.pass_context
 def show(context: click.Context, target: Target, words: tuple[str, ...]) -> None:
-    """Show all that is known of jobs; exit code 3 when one is not found."""
-    ids, found, missing = parse_ids(words), [], []
+    """Show all that is known of jobs: their attempts, and the jobs around them; exit code 3 when one is not found.
+
+    Who may not read the tables, as a producer, is shown less.
+    """
+    ids, missing = parse_ids(words), []
+    found: list[JobInfo] = []
     with target.client() as client:
         for job_id in ids:
             try:
-                found.append(client.get(job_id))
+                found.append(_details(client, job_id))
             except JobNotFound:
                 missing.append(job_id)
     if target.as_json:
@@ -129,6 +136,51 @@ def show(context: click.Context, target: Target, words: tuple[str, ...]) -> None
     for job_id in missing:
         echo(f"awa: no job has the id {job_id}: its history is gone, or its insert is not committed", err=True)
     context.exit(EXIT_NOT_FOUND if missing else 0)
+
+
+def _details(client: Client, job_id: int) -> JobInfo:
+    try:
+        return client.admin.job_details(job_id)
+    except PermissionDenied:
+        return client.get(job_id)
+
+
+@job.command(cls=_Filtered, short_help="Write jobs to a file, as JSON or CSV.")
+@_words("[FILTER]...")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["jsonl", "csv"]),
+    default="jsonl",
+    show_default=True,
+    help="A JSON object a line, or comma-separated values.",
+)
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Where to; FILE is replaced once all of it is written.",
+)
+@with_target
+def export(target: Target, words: tuple[str, ...], form: str, output: Path | None) -> None:
+    """Write all jobs that fit, with their args and histories, newest first within a state.
+
+    They are read page by page, and however many there are it takes no more memory. A job that changes its state
+    meanwhile may be there twice, or not at all; name the states in which nothing moves to be sure.
+    """
+    wanted = parse_filter(words)
+    lines = json_lines if form == "jsonl" else csv_lines
+    count = 0
+    with target.client() as client, written(output) as write:
+        if form == "csv":
+            write(csv_head())
+        for jobs in Walk(client.admin, wanted):
+            write(lines(jobs))
+            count += len(jobs)
+    if target.as_json and output is not None:
+        print_json({"jobs": count, "output": str(output)})
+    else:
+        echo(f"wrote {count:,} {'job' if count == 1 else 'jobs'}", err=True)
 
 
 @job.command()

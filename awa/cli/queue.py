@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from typing import Any
 
 import click
@@ -32,15 +33,14 @@ _COLUMNS = (
     *(Column(str(state), is_number=True) for state in (JobState.AVAILABLE, JobState.RUNNING)),
     *(Column(str(state), is_number=True) for state in (JobState.SCHEDULED, JobState.RETRYABLE)),
     Column("failed", is_number=True),
+    Column("oldest", is_number=True, needs_width=90),
     Column("cancelled", is_number=True, needs_width=100),
     Column("completed", is_number=True, needs_width=100),
     Column("limits", is_flexible=True, needs_width=130),
     *described_columns(160),
 )
-_SHOWN = (
-    *(JobState.AVAILABLE, JobState.RUNNING, JobState.SCHEDULED, JobState.RETRYABLE),
-    *(JobState.FAILED, JobState.CANCELLED, JobState.COMPLETED),
-)
+_SHOWN = (JobState.AVAILABLE, JobState.RUNNING, JobState.SCHEDULED, JobState.RETRYABLE, JobState.FAILED)
+_SHOWN_AFTER = (JobState.CANCELLED, JobState.COMPLETED)
 
 
 @click.group()
@@ -61,7 +61,8 @@ def _who(by: str | None) -> str:
 def list_(target: Target) -> None:
     """Show every queue of which something is known: its jobs by state, whether it is paused, how code describes it.
 
-    Up to 100,000 jobs of a queue in a state are counted, beyond that the number is an estimate: ~1,234,567.
+    Up to 10,000 jobs of a queue in a state are counted, beyond that the number may be an estimate: ~1,234,567. The
+    column `oldest` tells for how long the first of the available ones has been.
     """
     with target.client() as client:
         found = client.admin.list_queues()
@@ -75,8 +76,20 @@ def list_(target: Target) -> None:
 
 def _row(info: QueueInfo) -> list[Cell]:
     status = styled("paused") if info.is_paused else "open"
-    counts = (_count(info.counts.get(state)) for state in _SHOWN)
-    return [info.name, status, *counts, _limits_text(info.limits), *described_row(info.descriptor)]
+    before, after = ([_count(info.counts.get(state)) for state in states] for states in (_SHOWN, _SHOWN_AFTER))
+    limits, described = _limits_text(info.limits), described_row(info.descriptor)
+    return [info.name, status, *before, _age(info.oldest_at), *after, limits, *described]
+
+
+def _age(since: datetime | None) -> str:
+    """How long ago, in the largest unit of which there are two, or in seconds."""
+    if since is None:
+        return "-"
+    seconds = max(0, int((datetime.now(UTC) - since).total_seconds()))
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds // size} {unit}"
+    return f"{seconds} s"
 
 
 def _count(count: Count | None) -> str:
@@ -132,6 +145,8 @@ def show(target: Target, name: str) -> None:
         return
     rows = [("queue", safe(info.name)), ("status", _status_text(info)), ("running now", f"{info.running:,}")]
     rows += [(state.value, _count(info.counts.get(state))) for state in JobState if state is not JobState.RUNNING]
+    if info.oldest_at is not None:
+        rows.append(("oldest available", f"{_age(info.oldest_at)}, since {local_time(info.oldest_at)}"))
     print_facts(rows + described_lines(info.descriptor))
     echo("")
     _print_limits(info)

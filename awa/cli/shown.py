@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 from typing import Any
 
 from awa.cli.output import Cell, Column, Table, compact, facts, local_time, print_facts, safe, short, styled
 from awa.job import JobState
+from awa.storage.details import AttemptInfo, JobDetails, RelatedJob
 from awa.storage.jobs import JobInfo
 
 ARGS_SHOWN = 60
@@ -62,12 +63,12 @@ def _when(job: JobInfo) -> datetime | None:
 
 
 def job_facts(job: JobInfo) -> dict[str, Any]:
-    """A job in JSON: the fields of ``awa.JobInfo``."""
+    """A job in JSON: the fields of ``awa.JobInfo``, or of ``JobDetails`` where it is one."""
     return facts(job)
 
 
 def print_job(job: JobInfo) -> None:
-    """One job, with its history."""
+    """One job, with its attempts or its history."""
     rows = [
         ("id", str(job.id)),
         ("kind", safe(job.kind)),
@@ -93,9 +94,54 @@ def print_job(job: JobInfo) -> None:
         rows.append(("worker", f"{job.runtime}{place}"))
     if job.error is not None:
         rows.append(("error", _error_text(job.error)))
-    if job.history:
-        rows.append(("history", "\n".join(map(_attempt_text, job.history))))
+    if isinstance(job, JobDetails):
+        rows += _around(job)
+    elif job.history:
+        rows.append(("history", "\n".join(map(_ended_text, job.history))))
     print_facts(rows)
+
+
+def _around(job: JobDetails) -> Iterator[tuple[str, str]]:
+    """Its attempts, and the jobs that have to do with it."""
+    if job.attempts:
+        yield "attempts", "\n".join(map(_attempt_text, job.attempts))
+    if job.parents:
+        yield "waits for", "\n".join(map(_related_text, job.parents))
+        yield "when one fails", safe(job.on_parent_failure)
+    if job.dependents:
+        yield "waited for by", "\n".join(map(_related_text, job.dependents))
+    if job.follows is not None:
+        yield "follows", f"job {job.follows}"
+    if job.follow_ups:
+        told = [
+            f"when {outcome}: {', '.join(safe(one.get('kind')) for one in jobs)}"
+            for outcome, jobs in job.follow_ups.items()
+        ]
+        yield "follow-ups", "\n".join(told)
+    if job.followed_by:
+        yield "followed by", "\n".join(map(_related_text, job.followed_by))
+
+
+def _attempt_text(one: AttemptInfo) -> str:
+    lines = [f"{one.attempt}: {safe(one.outcome or 'running')}"]
+    if one.ended_at is not None:
+        lines[0] += f" {local_time(one.ended_at)}"
+    if one.elapsed_ms is not None:
+        lines[0] += f" after {one.elapsed_ms:,} ms"
+    if one.claimed_at is not None:
+        lines.append(f"taken {local_time(one.claimed_at)}")
+    if one.runtime is not None:
+        place = "" if one.hostname is None else f", process {one.pid} on {safe(one.hostname)}"
+        lines.append(f"by worker {one.runtime}{place}")
+    said = ": ".join(str(one.error[name]) for name in ("type", "text") if one.error.get(name)) if one.error else ""
+    lines += _lines(said).splitlines()
+    return "\n   ".join(lines)
+
+
+def _related_text(other: RelatedJob) -> str:
+    if other.state is None:
+        return f"job {other.id}: gone"
+    return f"job {other.id}: {other.state}, {safe(other.kind)} in queue {safe(other.queue)}"
 
 
 def _lines(text: object) -> str:
@@ -110,7 +156,7 @@ def _error_text(error: dict[str, Any]) -> str:
     return "\n".join(part for part in (_lines(head), _lines(trace) if trace else "") if part) or "-"
 
 
-def _attempt_text(one: object) -> str:
+def _ended_text(one: object) -> str:
     if not isinstance(one, dict):
         return safe(compact(one))
     told = [f"attempt {one.get('attempt')}", str(one.get("outcome"))]

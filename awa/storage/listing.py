@@ -24,14 +24,14 @@ from typing import Any
 
 from awa.job import JobState
 from awa.storage.jobs import JobInfo
-from awa.storage.queues import LIST_QUEUES, OPEN_CLAIMS, UNCLAIMED_RANGES
+from awa.storage.queues import LIST_QUEUES
 from awa.storage.snapshot import Look
 
-MOST_LOOKED_AT = 10_000
+MOST_LOOKED_AT = 5_000
 """Places after which a page ends, however few jobs of the wanted kind it has."""
 
 GROUP = 500
-"""Places that one statement reads the jobs of."""
+"""Places that the first statement reads the jobs of. Where few are wanted each further one reads four times as many."""
 
 Key = tuple[int, int]
 
@@ -150,11 +150,11 @@ ENDED_JOBS = f"""
      ORDER BY 1 DESC, 2 DESC LIMIT %(limit)s
 """
 
-AVAILABLE_PLACES = f"""
+AVAILABLE_PLACES = """
     SELECT j.xid::text::bigint, j.entry_id, 1, j.slot, q.queue, r.lane
       FROM unnest(%(queues)s::text[]) q(queue)
      CROSS JOIN (SELECT (%(key1)s::bigint)::text::xid8 AS xid, %(key2)s::bigint AS entry_id) k
-     CROSS JOIN LATERAL ({UNCLAIMED_RANGES}) r
+     CROSS JOIN LATERAL awa.unclaimed_ranges(q.queue) r
      CROSS JOIN LATERAL (SELECT CASE WHEN (r.hi_xid, r.hi_entry) < (k.xid, k.entry_id) THEN r.hi_xid ELSE k.xid END,
                                 CASE WHEN (r.hi_xid, r.hi_entry) < (k.xid, k.entry_id) THEN r.hi_entry
                                      ELSE k.entry_id END) c(xid, entry_id)
@@ -183,9 +183,9 @@ AVAILABLE_JOBS = f"""
      ORDER BY 1 DESC, 2 DESC LIMIT %(limit)s
 """
 
-RUNNING_PLACES = f"""
+RUNNING_PLACES = """
     SELECT o.claim_id, 0, o.size, o.slot, o.queue, o.lane
-      FROM (SELECT c.claim_id, c.slot, c.queue, c.lane, cardinality(c.entry_ids) AS size FROM ({OPEN_CLAIMS}) c
+      FROM (SELECT c.claim_id, c.slot, c.queue, c.lane, cardinality(c.entry_ids) AS size FROM awa.open_claims c
              WHERE (%(queue)s::text IS NULL OR c.queue = %(queue)s)
                AND c.claim_id <= %(key1)s::bigint AND (c.claim_id, 1) < (%(key1)s::bigint, %(key2)s::bigint)) o
      WHERE o.size > (SELECT coalesce(sum(cardinality(x.idx)), 0) FROM awa.completions x
@@ -386,13 +386,14 @@ def list_jobs(
             if begun is not None and number < begun.source:
                 continue
             behind = begun.key if begun is not None and number == begun.source else source.start
-            most = limit + 1 if kind is None and tag is None else GROUP
+            size = GROUP
+            most = limit + 1 if kind is None and tag is None else size
             while places := (
                 look.rows(source.places, key1=behind[0], key2=behind[1], limit=most, state=state.value, **filters)
                 if some is None
                 else some.of(state, number, behind)
             ):
-                for group in _groups(places):
+                for group in _groups(places, size):
                     keys = {"key1": behind[0], "key2": behind[1], "limit": limit + 1 - len(found)}
                     rows = look.rows(source.jobs, **_arrays(group), **keys, **wanted)
                     found += [(Position(state, number, (row[0], row[1])), JobInfo(*row[2:])) for row in rows]
@@ -404,15 +405,17 @@ def list_jobs(
                         return JobPage([job for _, job in found], Position(state, number, behind).cursor())
                 if some is not None or len(places) < most:
                     break
+                if kind is not None or tag is not None:
+                    most = size = min(4 * size, MOST_LOOKED_AT)
     return JobPage([job for _, job in found], None)
 
 
-def _groups(places: Sequence[tuple[Any, ...]]) -> Iterator[list[tuple[Any, ...]]]:
-    """*places* in groups of about GROUP jobs."""
+def _groups(places: Sequence[tuple[Any, ...]], most: int) -> Iterator[list[tuple[Any, ...]]]:
+    """*places* in groups of about *most* jobs."""
     group: list[tuple[Any, ...]] = []
     size = 0
     for place in places:
-        if group and size + place[2] > GROUP:
+        if group and size + place[2] > most:
             yield group
             group, size = [], 0
         group.append(place)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
@@ -23,7 +23,15 @@ from awa.storage.connection import repeated
 from awa.storage.descriptors import DescriptorInfo, read_descriptors
 from awa.storage.jobs import REFUSED, refusal
 from awa.storage.pooler import read_committed
-from awa.storage.queues import COUNT_AVAILABLE, COUNT_WAITING, LIST_QUEUES, WAITING_STATES, Count, count_jobs
+from awa.storage.queues import (
+    COUNT_AVAILABLE,
+    COUNT_WAITING,
+    LIST_QUEUES,
+    WAITING_STATES,
+    Count,
+    count_jobs,
+    oldest_available,
+)
 from awa.storage.schema import Schema
 from awa.storage.snapshot import Look
 
@@ -83,6 +91,8 @@ class QueueInfo:
     """When."""
     descriptor: DescriptorInfo | None = None
     """How code describes it; None: no worker that serves it has declared it."""
+    oldest_at: datetime | None = None
+    """Since when its oldest available job has been available; None: nobody waits in line for a worker."""
 
     @property
     def is_paused(self) -> bool:
@@ -130,14 +140,20 @@ def _read(look: Look, queue: str | None) -> list[QueueInfo]:
     names = set(counts) | set(said) | set(described)
     if queue is None:
         names |= {name for (name,) in look.rows(SERVED)}
-    return [_info(name, counts.get(name, nothing), said.get(name), described.get(name)) for name in sorted(names)]
+    oldest = oldest_available(look, list(counts))
+    return [
+        replace(
+            _info(name, counts.get(name, nothing), said.get(name)),
+            oldest_at=oldest.get(name),
+            descriptor=described.get(name),
+        )
+        for name in sorted(names)
+    ]
 
 
-def _info(
-    name: str, counts: dict[JobState, Count], row: list[Any] | None, descriptor: DescriptorInfo | None
-) -> QueueInfo:
+def _info(name: str, counts: dict[JobState, Count], row: list[Any] | None) -> QueueInfo:
     if row is None:
-        return QueueInfo(name, counts, descriptor=descriptor)
+        return QueueInfo(name, counts)
     declared, declared_at, overrides, overrides_by, overrides_at, paused_at, paused_by, pause_reason = row
     in_code = None if declared is None else limits_from_json(declared)
     by_operator = limits_from_json(overrides or {})
@@ -153,7 +169,6 @@ def _info(
         overrides=by_operator,
         overrides_by=overrides_by,
         overrides_at=overrides_at,
-        descriptor=descriptor,
     )
 
 
@@ -163,8 +178,8 @@ def _limits(by_name: Mapping[str, Any]) -> Limits:
 
 def count_waiting(look: Look, queue: str) -> int:
     """How many jobs of a queue are neither running nor ended, one by one."""
-    waiting = look.rows(COUNT_WAITING, queues=[queue], states=list(WAITING_STATES), limit=None)
-    available = look.rows(COUNT_AVAILABLE, queues=[queue], limit=None)
+    waiting = look.rows(COUNT_WAITING, queues=[queue], states=list(WAITING_STATES))
+    available = look.rows(COUNT_AVAILABLE, queues=[queue])
     return sum(count for _, _, count in [*waiting, *available])
 
 

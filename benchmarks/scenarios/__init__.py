@@ -17,6 +17,7 @@ from benchmarks.scenarios import (
     fleet,
     inflight,
     insert,
+    inspect,
     latency,
     limits,
     producers,
@@ -65,6 +66,7 @@ SCENARIOS: Mapping[str, Scenario] = MappingProxyType(
         "deploy": Scenario(deploy.run, deploy.VARIANTS, conclude=deploy.conclude),
         "descriptors": Scenario(descriptors.run, descriptors.VARIANTS, conclude=descriptors.conclude),
         "cloud": Scenario(cloud.run, cloud.VARIANTS, duration=10.0, conclude=cloud.conclude),
+        "inspect": Scenario(inspect.run, inspect.VARIANTS, repeat=1, conclude=inspect.conclude),
         "soak": Scenario(soak.run, soak.VARIANTS, duration=600.0, repeat=1, conclude=soak.conclude),
     }
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -159,8 +160,10 @@ def test_json_has_every_field_with_stable_names(run: Run, five: list[awa.Inserte
     assert set(failed) >= {
         *("id", "queue", "kind", "state", "priority", "attempt", "max_attempts", "args", "metadata", "tags"),
         *("created_at", "run_at", "claimed_at", "ended_at", "elapsed_ms", "runtime", "hostname", "pid", "waits_for"),
-        *("error", "history"),
+        *("error", "history", "attempts", "parents", "dependents", "follow_ups", "followed_by", "follows"),
     }
+    [attempt] = failed["attempts"]
+    assert (attempt["attempt"], attempt["outcome"], attempt["error"]["text"]) == (1, "failed", f"no {ODD}")
     assert (failed["id"], failed["state"], failed["error"]["text"]) == (five[2].id, "failed", f"no {ODD}")
     assert datetime.fromisoformat(failed["created_at"]) == five[2].get().created_at
     assert datetime.fromisoformat(failed["created_at"]).utcoffset() == UTC.utcoffset(None)
@@ -174,7 +177,79 @@ def test_show_tells_all_of_a_job(run: Run, five: list[awa.Inserted]) -> None:
     assert (facts["state"], facts["attempt"], facts["tags"]) == ("failed", "1 of 1", "eu")
     assert facts["error"] == r"ValueError: no o\x1b[31md"
     assert "raise ValueError" in done.stdout
+    assert re.search(
+        r"^attempts +1: failed .* after \d+ ms\n +taken .*\n +by worker \d+, process", done.stdout, re.MULTILINE
+    )
     assert "not needed" in run("show", five[4].id).stdout
+
+
+def test_show_tells_of_the_jobs_around_it(run: Run, client: awa.Client) -> None:
+    first = client.insert({}, kind="first", on_completed=awa.NewJob({}, kind="next", delay=3600))
+    second = client.insert({}, kind="second", after=first.id)
+    told = run("show", first.id).stdout
+    assert re.search(rf"^waited for by +job {second.id}: scheduled, second in queue default$", told, re.MULTILINE)
+    assert re.search(r"^follow-ups +when completed: next$", told, re.MULTILINE)
+    told = run("show", second.id).stdout
+    assert re.search(rf"^waits for +job {first.id}: available, first in queue default$", told, re.MULTILINE)
+    assert re.search(r"^when one fails +cancel$", told, re.MULTILINE)
+    done = first.id
+
+    @client.task(kind="first")
+    def handler() -> None:
+        pass
+
+    with client.worker(threads=1):
+        ended(client, first)
+    [child] = answer(run("show", "--json", done))["jobs"][0]["followed_by"]
+    assert (child["kind"], child["state"]) == ("next", "scheduled")
+    assert f"job {child['id']}: scheduled, next in queue default" in run("show", done).stdout
+    assert re.search(rf"^follows +job {done}$", run("show", child["id"]).stdout, re.MULTILINE)
+
+
+# --- exporting
+
+
+def test_an_export_has_every_job_that_fits(run: Run, five: list[awa.Inserted], tmp_path: Path) -> None:
+    done = run("export")
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {one["id"]: one for one in found} == {
+        one["id"]: one for one in answer(run("list", "--all", "--json"))["jobs"]
+    }
+    assert done.stderr.endswith("wrote 5 jobs\n")
+    assert [one["id"] for one in map(json.loads, run("export", "state:failed").stdout.splitlines())] == [five[2].id]
+    out = tmp_path / "jobs.csv"
+    out.write_text("before")
+    assert answer(run("export", "--format", "csv", "--output", out, "--json")) == {"jobs": 5, "output": str(out)}
+    with out.open(encoding="utf-8", newline="") as file:
+        rows = {int(row["id"]): row for row in csv.DictReader(file)}
+    assert set(rows) == {one["id"] for one in found} and rows[found[0]["id"]].keys() == found[0].keys()
+    failed = next(one for one in found if one["id"] == five[2].id)
+    row = rows[five[2].id]
+    assert (row["kind"], row["ended_at"], row["run_at"]) == (failed["kind"], failed["ended_at"], "")
+    assert [json.loads(row[name]) for name in ("tags", "history")] == [failed["tags"], failed["history"]]
+    assert [path.name for path in tmp_path.iterdir()] == ["jobs.csv"]
+
+
+def test_an_export_that_breaks_off_leaves_what_was_there(
+    run: Run, five: list[awa.Inserted], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guard: the file is replaced when all is written, and not before."""
+    out = tmp_path / "jobs.jsonl"
+    out.write_text("before")
+    list_jobs, pages = awa.admin.Admin.list_jobs, [0]
+
+    def breaking(*args: Any, **kwargs: Any) -> Any:
+        pages[0] += 1
+        if pages[0] > 1:
+            raise psycopg.OperationalError("the server has gone")
+        return list_jobs(*args, **kwargs)
+
+    monkeypatch.setattr(awa.admin.Admin, "list_jobs", breaking)
+    done = run("export", "state:available,failed", "--output", out)
+    assert (done.exit_code, pages[0]) == (69, 2)
+    assert (out.read_text(), [path.name for path in tmp_path.iterdir()]) == ("before", ["jobs.jsonl"])
+    done = run("export", "--output", tmp_path / "missing" / "jobs.jsonl")
+    assert done.exit_code not in (0, None) and "Traceback" not in done.output
 
 
 def test_show_finds_the_others_when_one_is_missing(run: Run, five: list[awa.Inserted]) -> None:
@@ -241,9 +316,9 @@ def test_without_a_terminal_nobody_is_asked_and_nothing_changed(run: Run, client
 
 def test_a_reader_that_goes_away_is_no_error(client: awa.Client, database: str) -> None:
     client.insert_many([awa.NewJob({"n": n}, kind="k") for n in range(5_000)])
-    for option in ("--all", "--json"):
+    for command in ("list --all", "list --all --json", "export", "export --format csv"):
         done = subprocess.run(
-            ["sh", "-c", f"{' '.join(AWA)} job list --all {option} | head -c 300"],
+            ["sh", "-c", f"{' '.join(AWA)} job {command} | head -c 300"],
             env=os.environ | {"AWA_DATABASE_URL": database},
             capture_output=True,
             text=True,

@@ -71,12 +71,15 @@ def test_nothing_is_known(run: Run) -> None:
 def test_a_list_has_a_line_for_each_queue(run: Run, mail: list[awa.Inserted]) -> None:
     run("pause", "empty")
     lines = [line.split() for line in run("list").stdout.splitlines()]
-    states = ["available", "running", "scheduled", "retryable", "failed", "cancelled", "completed"]
-    assert lines == [
-        ["queue", "status", *states, "limits", "display", "name", "owner", "tags", "declared"],
-        ["empty", "paused", *"0000000", *"-----"],
-        ["mail", "open", *"1010100", *"-----"],
-        ["other", "open", *"1000000", *"-----"],
+    states = ["available", "running", "scheduled", "retryable", "failed", "oldest", "cancelled", "completed"]
+    described = ["display", "name", "owner", "tags", "declared"]
+    assert lines[0] == ["queue", "status", *states, "limits", *described]
+    assert lines[1] == ["empty", "paused", *"00000", "-", *"00", *"-----"]
+    ages = [line.pop(7) for line in lines[2:]]
+    assert all(re.fullmatch(r"\d+", age) for age in ages)
+    assert lines[2:] == [
+        ["mail", "open", *"10101", "s", *"00", *"-----"],
+        ["other", "open", *"10000", "s", *"00", *"-----"],
     ]
     found = answer(run("list", "--json"))["queues"]
     assert [(queue["name"], queue["is_paused"]) for queue in found] == [
@@ -93,8 +96,9 @@ def test_show(run: Run, mail: list[awa.Inserted]) -> None:
     assert (facts["queue"], facts["status"], facts["scheduled"], facts["failed"]) == ("mail", "open", "1", "1")
     assert set(answer(run("show", "mail", "--json"))) == {
         *("name", "is_paused", "paused_at", "paused_by", "pause_reason", "running", "counts", "limits", "declared"),
-        *("declared_at", "overrides", "overrides_by", "overrides_at", "descriptor"),
+        *("declared_at", "overrides", "overrides_by", "overrides_at", "oldest_at", "descriptor"),
     }
+    assert re.fullmatch(r"\d+ s, since 20.*", facts["oldest available"])
 
 
 @pytest.mark.parametrize("command", ["show", "resume", "limits"])

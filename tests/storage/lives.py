@@ -153,6 +153,13 @@ UNSTARTED = (
 RUNNING = (make_running, make_running_from_aside)
 ENDED = (make_completed, make_completed_by_its_handler, make_failed, make_cancelled)
 
+TOGETHER = (
+    *ENDED,
+    *(make_scheduled, make_retryable, make_running_from_aside, make_running, make_waiting_for_order, make_set_aside),
+    make_express,
+)
+"""Those that can be made one after the other in one database: none claims what another has left."""
+
 Make = Callable[[Conn, int], Prepared]
 
 

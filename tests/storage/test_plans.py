@@ -645,8 +645,8 @@ def test_counts_stop_at_their_limit(
 ) -> None:
     """Guard: nothing is counted beyond the limit, and an estimate reads the pages it may."""
     monkeypatch.setattr(queues, "EXACT_LIMIT", 500)
+    monkeypatch.setattr(queues, "CLAIM_LIMIT", 100)
     monkeypatch.setattr(queues, "SAMPLE_PAGES", 10)
-    monkeypatch.setattr(queues, "CLAIM_PAGES", 5)
     prepare(conn, statistics, content)
     admin = Admin(AWA, lambda: nullcontext(conn))
     with explained.watch() as plans:

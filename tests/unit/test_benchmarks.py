@@ -25,7 +25,19 @@ from benchmarks.record import BenchmarkError, Plan, Result, percentiles
 from benchmarks.repetition import measure
 from benchmarks.report import make_line, make_table
 from benchmarks.run import parse_targets
-from benchmarks.scenarios import SCENARIOS, descriptors, fleet, inflight, insert, latency, limits, producers, rate, soak
+from benchmarks.scenarios import (
+    SCENARIOS,
+    descriptors,
+    fleet,
+    inflight,
+    insert,
+    inspect,
+    latency,
+    limits,
+    producers,
+    rate,
+    soak,
+)
 from benchmarks.scenarios.claiming import BATCH, Claiming
 from benchmarks.scenarios.tasks import mark, noop
 from benchmarks.server import Place, find_pgbench, find_place
@@ -348,6 +360,24 @@ def test_a_scenario_gives_no_figure_when_a_job_has_not_run(
     monkeypatch.setattr(WorkerProcess, "stop", stop_and_insert)
     with pytest.raises(BenchmarkError, match="should have run once each"):
         SCENARIOS[scenario].run(make_plan(server, database, scenario, variant))
+
+
+def test_every_look_finds_what_was_written(
+    server: Server, empty_database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspect, "TIMES", 1)
+    monkeypatch.setattr(inspect, "DEEP", 1)
+    plan = make_plan(server, empty_database, "inspect", "all", jobs=200)
+    found = {result.variant: result.jobs for result in SCENARIOS["inspect"].run(plan)}
+    assert found | {"counts": 5, "queues": 5, "job": 1, "job-details": 1, "list-all-thousand": 1000} == found
+    assert found | {"list-running": 100, "list-available-rare-tag": 4, "list-failed-rare-queue": 4} == found
+    assert found | {"view-queues": 5, "view-failed": 50, "view-available": 20, "view-id": 1, "view-kinds": 4} == found
+    assert [name for name, jobs in found.items() if not jobs] == ["list-running-rare-queue", "list-available-queue"]
+    figures = {name: {"p50_ms": 5.0} for name in found} | {"job": {"p50_ms": 11.0}, "counts": {"p50_ms": 120.0}}
+    assert list(SCENARIOS["inspect"].conclude(figures)) == [
+        f"{len(found) - 2} of {len(found)} looks take less than hoped for (goal: 100 ms, 10 for one job); more take"
+        " counts 120 ms, job 11 ms"
+    ]
 
 
 def test_a_handler_that_started_twice_or_never_is_reported(tmp_path: Path) -> None:

@@ -1,0 +1,82 @@
+"""Jobs as lines for other programs: JSON, or comma-separated values, written as they are read."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import click
+
+from awa.cli.output import as_json, echo, safe
+from awa.cli.shown import job_facts
+from awa.storage.jobs import JobInfo
+
+COLUMNS = tuple(field.name for field in fields(JobInfo))
+"""What an exported job has: the fields of ``awa.JobInfo``."""
+
+Write = Callable[[str], None]
+"""Takes whole lines."""
+
+
+def json_lines(jobs: Sequence[JobInfo]) -> str:
+    """One JSON object a line."""
+    return "".join(as_json(job_facts(job)) + "\n" for job in jobs)
+
+
+def csv_lines(jobs: Sequence[JobInfo]) -> str:
+    """Comma-separated values; what is no text or number is JSON, and nothing is an empty cell."""
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerows([_cell(value) for value in job_facts(job).values()] for job in jobs)
+    return text.getvalue()
+
+
+def csv_head() -> str:
+    """The line of the columns' names."""
+    return ",".join(COLUMNS) + "\n"
+
+
+def _cell(value: Any) -> Any:
+    return value if value is None or isinstance(value, (str, int)) else json.dumps(value, ensure_ascii=False)
+
+
+@contextmanager
+def written(output: Path | None) -> Iterator[Write]:
+    """Write to a file, which is there once all of it is; None: to the standard output.
+
+    Until then it is ``FILE.part`` beside it, which is removed when something goes wrong.
+
+    Raises:
+        click.ClickException: The file cannot be written.
+    """
+    if output is None:
+        yield lambda lines: echo(lines, nl=False)
+        with suppress(AttributeError):
+            sys.stdout.flush()  # a pipe that broke is told of here, not as Python ends
+        return
+    part = output.with_name(output.name + ".part")
+    try:
+        with part.open("w", encoding="utf-8", newline="") as file:
+            yield lambda lines: _write(file, lines)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(output)
+    except BaseException as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            reason = error.strerror or str(error)
+            raise click.ClickException(f"{safe(output)} cannot be written: {reason}; nothing was changed") from error
+        raise
+
+
+def _write(file: io.TextIOWrapper, lines: str) -> None:
+    file.write(lines)
