@@ -31,8 +31,8 @@ html_show_copyright = False
 html_copy_source = False
 html_theme_options = {"footer_icons": []}
 highlight_language = "text"
+smartquotes = False  # two hyphens begin an option
 myst_heading_anchors = 4
-suppress_warnings = ["myst.header"]  # passwords are the second subject of the page about roles
 
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"

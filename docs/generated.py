@@ -41,7 +41,7 @@ def _command(name: str, command: click.Command, level: int) -> str:
         lines += ["```text", usage, "```", ""]
     lines += [_prose(inspect.cleandoc(command.help or "")), ""]
     rows = [found for found in (each.get_help_record(context) for each in command.get_params(context)) if found]
-    rows = [(flags, text) for flags, text in rows if "--help" not in flags]
+    rows = [(flags, text) for flags, text in rows if text and "--help" not in flags]
     if rows:
         lines += ["| Option | |", "|---|---|"]
         lines += [f"| {_code(flags)} | {_cell(text)} |" for flags, text in rows]

@@ -38,10 +38,10 @@ from pathlib import Path
 
 NOT_RUN = "# not run by the tests: "
 LANGUAGES = {"python", "pycon", "console", "sql", "ini", "json", "text"}
-PATIENCE = 20.0
+PATIENCE = 30.0
 """Seconds for what is to be seen."""
 
-_LOOKS = re.compile(r"(cat|tail|grep|curl|awa (job (list|show)|queue (list|show)|health|storage status|db status))\b")
+_LOOKS = re.compile(r"(cat|tail|grep|curl (?!-d)|awa (job (list|show)|queue (list|show)|health|storage status|db status))\b")
 _SERVES = re.compile(r"(\w+=\S+ )*(python -m awa\.worker|flask awa worker|flask run)\b|.*&$", re.DOTALL)
 _IS_UP = re.compile(r"worker \d+ runs |Running on ")
 _PRIVATE = re.compile(r"^awa: no database was named|^\$ .*\(awa db ", re.MULTILINE)
@@ -49,6 +49,9 @@ _ASKS = "[y/N]: "
 _MASKS = [
     (re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(\.\d+Z|[+-]\d\d:\d\d)"), "TIME"),
     (re.compile(r"process \d+ on \S+"), "process N on HOST"),
+    (re.compile(r"database: \S+ at \S+,"), "database: ONE at HOST,"),
+    (re.compile(r"by \w+@\S+"), "by USER@HOST"),
+    (re.compile(r"--after \w+(\.\d+)+"), "--after CURSOR"),
     (re.compile(r"ran( +)\d+ ms"), r"ran\1N ms"),
     (re.compile(r'File "[^"]*/(\w+\.py)"'), r'File "\1"'),
     (re.compile(r"[ \t]+$", re.MULTILINE), ""),
@@ -116,6 +119,7 @@ class Console:
             env = {name: value for name, value in env.items() if name not in ("AWA_DATABASE_URL", "DATABASE_URL")}
         env |= {
             "AWA_EMBEDDED": "1",
+            "CURL_HOME": str(self.home),
             "AWA_TEST_DATABASE_URL": os.environ["DATABASE_URL"],
             "PATH": f"{Path(sys.executable).parent}:{env['PATH']}",
             "AWA_STATE_DIR": str(self.home),
@@ -126,15 +130,17 @@ class Console:
         }
         self._ports = {port: _free_port() for port in ("5000", "8080")}
         env["FLASK_RUN_PORT"] = self._ports["5000"]
+        (self.home / ".curlrc").write_text("silent\n")  # as it is where its output is a terminal
         self._own = (self.home / "bash.log").open("wb")  # bash itself tells there of what was killed
         self._bash = subprocess.Popen(
             ["bash", "--norc"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._own, env=env
         )
         self._send("set -m; ulimit -c 0\n")  # each server in a group of its own, and SIGINT as it is by default
         self._servers: list[tuple[int, str, int, Path, str]] = []
+        self._wrong: list[str] = []
 
     def run(self, page: Path, line: int, command: str, expected: str) -> None:
-        """Run *command* of that line, or have it running; exit with what is wrong with its answer."""
+        """Run *command* of that line, or have it running; what is wrong with its answer is told at the end."""
         for port, free in self._ports.items():
             command = re.sub(rf":{port}\b", f":{free}", command)
         if _SERVES.fullmatch(command) or _SERVES.match(command) and not command.endswith("--help"):
@@ -143,7 +149,8 @@ class Console:
         give_up_at = time.monotonic() + (PATIENCE if _LOOKS.match(command) else 0)
         while not is_as_printed(expected or "...", got := self._ask(command, expected)):
             if time.monotonic() > give_up_at:
-                sys.exit(f"{page}:{line}: {command}\nprinted\n{got}\nnot\n{expected}")
+                self._wrong.append(f"{page}:{line}: {command}\nprinted\n{got}\nnot\n{expected}")
+                return
             time.sleep(0.3)
 
     def _ask(self, command: str, expected: str) -> str:
@@ -188,10 +195,12 @@ class Console:
             if not _lives(process):
                 continue  # the page has ended it
             os.kill(process, signal.SIGTERM)
-            code = self._ask(f"wait {process}; echo $?", "...").strip()
+            code = self._ask(f"wait {process}; echo $?", "...").split()[-1]
             if code != ("143" if "flask run" in command else "0"):
                 sys.exit(f"{page}:{line}: {command} ended with {code}: {log.read_text()}")
         self._servers.clear()
+        if self._wrong:
+            sys.exit("\n".join(self._wrong))
 
     def kill(self) -> None:
         """Leave nothing behind, whatever has happened."""
