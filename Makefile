@@ -42,7 +42,7 @@ lint: $(VENV)/dev.stamp ## check style and types
 bench: $(VENV)/dev.stamp ## measure inserts, draining, latency and many producers
 	@$(BIN)/python -m benchmarks.run insert drain latency producers
 
-docs: $(VENV)/docs.stamp ## make the site of docs/ in build/docs
+docs: $(VENV)/dev.stamp ## make the site of docs/ in build/docs
 	@$(BIN)/python -m sphinx -b html -W --keep-going -n -q -d build/doctrees docs build/docs
 	echo 'made build/docs/index.html'
 
@@ -61,11 +61,6 @@ $(VENV)/dev.stamp: $(SOURCES) | $(VENV)/made.stamp
 	@echo 'Building awa in $(VENV), with what its tests and linters need ...'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $@ $(VENV)/demo.stamp
-
-$(VENV)/docs.stamp: $(SOURCES) | $(VENV)/made.stamp
-	@echo 'Building awa in $(VENV), with what makes the site of its documentation ...'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
-	touch $@
 
 $(VENV)/made.stamp:
 	@is_new_enough() { "$$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
