@@ -32,8 +32,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 NOT_RUN = "# not run by the tests: "
@@ -41,8 +42,10 @@ LANGUAGES = {"python", "pycon", "console", "sql", "ini", "json", "text"}
 PATIENCE = 30.0
 """Seconds for what is to be seen."""
 
-_LOOKS = re.compile(r"(cat|tail|grep|curl (?!-d)|awa (job (list|show)|queue (list|show)|health|storage status|db status))\b")
-_SERVES = re.compile(r"(\w+=\S+ )*(python -m awa\.worker|flask awa worker|flask run)\b|.*&$", re.DOTALL)
+_LOOKS = re.compile(
+    r"(cat|tail|grep|curl (?!-d)|awa (job (list|show)|queue (list|show)|health|storage status|db status))\b"
+)
+_SERVES = re.compile(r"(\w+=\S+ )*(python -m awa\.worker|flask awa worker|flask run)\b|.*&$")
 _IS_UP = re.compile(r"worker \d+ runs |Running on ")
 _PRIVATE = re.compile(r"^awa: no database was named|^\$ .*\(awa db ", re.MULTILINE)
 _ASKS = "[y/N]: "
@@ -104,6 +107,20 @@ def is_as_printed(expected: str, got: str) -> bool:
     return re.fullmatch(pattern, got.strip(), re.DOTALL) is not None
 
 
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A command that runs beside what follows."""
+
+    place: str
+    """Page and line."""
+    command: str
+    process: int
+    log: Path
+    """What it prints."""
+    expected: str
+    """How that is to begin, if the page tells."""
+
+
 class Console:
     """One bash for all commands of a page, and the servers that they started."""
 
@@ -136,20 +153,20 @@ class Console:
             ["bash", "--norc"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._own, env=env
         )
         self._send("set -m; ulimit -c 0\n")  # each server in a group of its own, and SIGINT as it is by default
-        self._servers: list[tuple[int, str, int, Path, str]] = []
+        self._servers: list[Server] = []
         self._wrong: list[str] = []
 
-    def run(self, page: Path, line: int, command: str, expected: str) -> None:
-        """Run *command* of that line, or have it running; what is wrong with its answer is told at the end."""
+    def run(self, place: str, command: str, expected: str) -> None:
+        """Run *command*, or have it running; what is wrong with its answer is told at the end."""
         for port, free in self._ports.items():
             command = re.sub(rf":{port}\b", f":{free}", command)
-        if _SERVES.fullmatch(command) or _SERVES.match(command) and not command.endswith("--help"):
-            self._serve(line, command, expected)
+        if _SERVES.match(command):
+            self._serve(place, command, expected)
             return
         give_up_at = time.monotonic() + (PATIENCE if _LOOKS.match(command) else 0)
         while not is_as_printed(expected or "...", got := self._ask(command, expected)):
             if time.monotonic() > give_up_at:
-                self._wrong.append(f"{page}:{line}: {command}\nprinted\n{got}\nnot\n{expected}")
+                self._wrong.append(f"{place}: {command}\nprinted\n{got}\nnot\n{expected}")
                 return
             time.sleep(0.3)
 
@@ -170,43 +187,35 @@ class Console:
             sys.exit(f"{command} ended with {code}:\n{''.join(lines)}")
         return "".join(lines) + rest
 
-    def _serve(self, line: int, command: str, expected: str) -> None:
+    def _serve(self, place: str, command: str, expected: str) -> None:
         command = command.removesuffix("&").strip()
         redirected = re.search(r"> *(\S+)( 2>&1)?$", command)
         log = Path(redirected[1]) if redirected else self.home / f"server-{len(self._servers)}.log"
-        where = "" if redirected else f" >{log} 2>&1"
-        process = int(self._ask(f"{command}{where} & echo $!", "..."))
-        self._servers.append((line, command, process, log, expected))
-        _wait(
-            lambda: log.exists() and _IS_UP.search(log.read_text()) is not None or not _lives(process),
-            lambda: f"{command} is not up: {log.read_text()}",
-        )
-        if not _IS_UP.search(log.read_text()):
-            sys.exit(f"{command} ended: {log.read_text()}")
+        process = int(self._ask(f"{command}{'' if redirected else f' >{log} 2>&1'} & echo $!", "..."))
+        self._servers.append(Server(place, command, process, log, expected))
+        if not _waited(lambda: _IS_UP.search(_text(log)) or not _lives(process)) or not _lives(process):
+            sys.exit(f"{place}: {command} does not come up:\n{_text(log)}")
 
-    def close(self, page: Path) -> None:
-        """End the servers, the last first, and look what they printed and how they ended."""
-        for line, command, process, log, expected in reversed(self._servers):
-            if expected:
-                _wait(
-                    lambda log=log, expected=expected: is_as_printed(expected + "...", log.read_text()),
-                    lambda command=command, log=log: f"{page}:{line}: {command} printed\n{log.read_text()}",
-                )
-            if not _lives(process):
-                continue  # the page has ended it
-            os.kill(process, signal.SIGTERM)
-            code = self._ask(f"wait {process}; echo $?", "...").split()[-1]
-            if code != ("143" if "flask run" in command else "0"):
-                sys.exit(f"{page}:{line}: {command} ended with {code}: {log.read_text()}")
+    def close(self) -> None:
+        """End the servers, the last first; exit with what is wrong with what anybody printed."""
+        for server in reversed(self._servers):
+            expected = f"{server.expected or '...'}..."
+            if not _waited(partial(_is_shown, expected, server.log)):
+                self._wrong.append(f"{server.place}: {server.command}\nprinted\n{_text(server.log)}\nnot\n{expected}")
+            if _lives(server.process):  # else the page has ended it
+                os.kill(server.process, signal.SIGTERM)
+                code = self._ask(f"wait {server.process}; echo $?", "...").split()[-1]
+                if code != ("143" if "flask run" in server.command else "0"):
+                    self._wrong.append(f"{server.place}: {server.command}\nended with {code}:\n{_text(server.log)}")
         self._servers.clear()
         if self._wrong:
             sys.exit("\n".join(self._wrong))
 
     def kill(self) -> None:
         """Leave nothing behind, whatever has happened."""
-        for _, _, process, _, _ in self._servers:
+        for server in self._servers:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process, signal.SIGKILL)
+                os.killpg(server.process, signal.SIGKILL)
         self._bash.kill()
         self._bash.communicate()
         self._own.close()
@@ -229,12 +238,22 @@ def _lives(process: int) -> bool:
         return False
 
 
-def _wait(condition: object, failure: object) -> None:
+def _text(log: Path) -> str:
+    return log.read_text(encoding="utf-8") if log.exists() else ""
+
+
+def _is_shown(expected: str, log: Path) -> bool:
+    return is_as_printed(expected, _text(log))
+
+
+def _waited(condition: Callable[[], object]) -> bool:
+    """Wait until *condition* is true, but not for ever; whether it is."""
     give_up_at = time.monotonic() + PATIENCE
-    while not condition():  # type: ignore[operator]
+    while not condition():
         if time.monotonic() > give_up_at:
-            sys.exit(failure())  # type: ignore[operator]
+            return False
         time.sleep(0.02)
+    return True
 
 
 def _free_port() -> str:
@@ -283,7 +302,7 @@ def run(page: Path) -> None:
             elif block.language == "console":
                 console = console or Console(is_private=_PRIVATE.search(text) is not None)
                 for line, command, expected in read_commands(block):
-                    console.run(page, line, command, expected)
+                    console.run(f"{page}:{line}", command, expected)
             elif block.language == "sql":
                 query(block.text)
             elif block.language == "ini":
@@ -291,7 +310,7 @@ def run(page: Path) -> None:
             elif block.language == "json":
                 json.loads(block.text)
         if console:
-            console.close(page)
+            console.close()
     finally:
         if console:
             console.kill()

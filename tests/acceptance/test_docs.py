@@ -38,7 +38,7 @@ def test_every_code_block_runs(page: Path, database: str, tmp_path: Path) -> Non
         env=environment(database),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
 
