@@ -47,7 +47,9 @@ nitpick_ignore_regex = [(r"py:.*", r"(?!awa\.[A-Z]).*")]
 def fill(app: Sphinx, page: str, source: list[str]) -> None:
     """Put into *page* what is made from the code, and into the index the contents for the sidebar."""
     for mark, make in generated.PARTS.items():
-        source[0] = source[0].replace(f"<!-- {mark} -->", make() if mark in source[0] else "")
+        before, marked, after = source[0].partition(f"<!-- {mark} -->")
+        if marked:
+            source[0] = before + make() + after
     if page == "index":
         source[0] += contents.toctrees(source[0])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from typing import NewType
 
 import click
 
@@ -109,7 +110,8 @@ def _directive(module: str, name: str, item: object) -> str:
         if issubclass(item, BaseException):
             return f".. autoexception:: {module}.{name}\n   :show-inheritance:"
         return f".. autoclass:: {module}.{name}\n   :members:"
-    return f".. autofunction:: {module}.{name}" if callable(item) else f".. autodata:: {module}.{name}"
+    is_function = callable(item) and not isinstance(item, NewType)
+    return f".. autofunction:: {module}.{name}" if is_function else f".. autodata:: {module}.{name}"
 
 
 PARTS: dict[str, Callable[[], str]] = {"commands": commands, "names": names}
