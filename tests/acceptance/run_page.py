@@ -4,9 +4,9 @@
   unless a command of the page runs it.
 - ``pycon``: a session whose answers must be as printed.
 - ``console``: its commands (``$ ``, continued by ``> ``) run in one bash, and must print what stands below them, if
-  anything does. ``...`` stands for anything; times, and which process of which host it was, may differ. A command that
-  only looks is asked again until it shows that. A worker or another server runs beside what follows until the page
-  ends, and must end well.
+  anything does. ``...`` stands for anything in a line, or for any lines; times, and which process of which host it was,
+  may differ. A command that only looks is asked again until it shows that. A worker or another server runs beside what
+  follows until the page ends, and must end well.
 - ``sql``: run, committed.
 - ``ini``, ``json``: must be readable as such.
 - ``text``: shows something; nothing is run.
@@ -39,7 +39,7 @@ from pathlib import Path
 
 NOT_RUN = "# not run by the tests: "
 LANGUAGES = {"python", "pycon", "console", "sql", "ini", "json", "text"}
-PATIENCE = 30.0
+PATIENCE = 60.0
 """Seconds for what is to be seen."""
 
 _LOOKS = re.compile(
@@ -103,8 +103,11 @@ def is_as_printed(expected: str, got: str) -> bool:
     """Whether *got* is *expected*, but for what may differ."""
     for mask, instead in _MASKS:
         expected, got = mask.sub(instead, expected), mask.sub(instead, got)
-    pattern = ".*?".join(re.escape(part) for part in expected.strip().split("..."))
-    return re.fullmatch(pattern, got.strip(), re.DOTALL) is not None
+    lines = (
+        r"(.*\n)*?" if line == "..." else ".*?".join(re.escape(part) for part in line.split("...")) + r"\n"
+        for line in expected.strip().splitlines()
+    )
+    return re.fullmatch("".join(lines), f"{got.strip()}\n" if got.strip() else "") is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +202,7 @@ class Console:
     def close(self) -> None:
         """End the servers, the last first; exit with what is wrong with what anybody printed."""
         for server in reversed(self._servers):
-            expected = f"{server.expected or '...'}..."
+            expected = f"{server.expected}..."
             if not _waited(partial(_is_shown, expected, server.log)):
                 self._wrong.append(f"{server.place}: {server.command}\nprinted\n{_text(server.log)}\nnot\n{expected}")
             if _lives(server.process):  # else the page has ended it
@@ -340,4 +343,6 @@ def query(text: str) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "--answer":
         sys.exit(answer(*sys.argv[2:]))
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit("this page takes too long"))
+    signal.alarm(280)  # sooner than whoever called: nothing is left running
     run(Path(sys.argv[1]))
