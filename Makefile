@@ -13,7 +13,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow lint bench clean
+.PHONY: help demo test slow lint bench docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -41,6 +41,10 @@ lint: $(VENV)/dev.stamp ## check style and types
 
 bench: $(VENV)/dev.stamp ## measure inserts, draining, latency and many producers
 	@$(BIN)/python -m benchmarks.run insert drain latency producers
+
+docs: $(VENV)/dev.stamp ## make the site of docs/ in build/docs
+	@$(BIN)/python -m sphinx -b html -W --keep-going -n -q -d build/doctrees docs build/docs
+	echo 'made build/docs/index.html'
 
 clean: ## remove what make made, .venv included
 	@rm -rf $(VENV) build dist *.egg-info awa/*.so .hypothesis .pytest_cache .mypy_cache .ruff_cache

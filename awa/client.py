@@ -294,9 +294,7 @@ class Client:
 
         Args:
             args: An instance of a task's args type, ``task.bind(...)``, a NewJob, or a mapping together with *kind*.
-            kind, queue, priority, max_attempts, timeout, run_at, delay, tags, metadata, concurrency_key, ordering_key,
-                expires_at, unique, after, after_failed, on_completed, on_failed, on_cancelled: See
-                :class:`awa.NewJob`.
+            kind, ..., on_cancelled: Options of the job, each as :class:`awa.NewJob` describes it.
             conn: Whose transaction the job joins: a connection or cursor of psycopg or psycopg2, a Session or
                 Connection of SQLAlchemy, or Django's connection. It is never committed or rolled back here. None
                 writes and commits at once.
@@ -528,9 +526,7 @@ class Client:
             queues: ``NAME``, ``NAME:MAX``, or ``NAME:min=N,weight=N,max=N`` with any of the three; None: AWA_QUEUES, or
                 ``default``.
             threads: Handlers that run at once; None: AWA_THREADS, or 10.
-            poll_interval, priority_aging, heartbeat, stale_after, timeout, shutdown_timeout, completed_retention,
-                failed_retention, dead_retention, descriptor_retention, rotate_after: Seconds; see
-                :class:`awa.config.Settings`.
+            poll_interval, ..., rotate_after: Seconds, each as :class:`awa.Settings` describes it.
             listen_url: The database's address past a transaction pooler; None: AWA_LISTEN_URL, or none.
             health_addr: Where it answers ``/healthz`` and ``/readyz``, ``HOST:PORT`` or ``:PORT``; None:
                 AWA_HEALTH_ADDR, or nowhere.
