@@ -44,6 +44,7 @@ _COMMANDS = {
     "job": "Look at jobs, put one in, cancel, retry, move them.",
     "migrate": "Bring a database's schema up to date.",
     "queue": "Look at queues, pause, limit, empty them.",
+    "stats": "Show throughput, waits and run times.",
     "storage": "Check the stored jobs, mend a restored copy, see what the ring holds.",
 }
 """Each is the attribute of its name in the module ``awa.cli.<name>``; the texts are here so that help imports none."""

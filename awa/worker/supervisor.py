@@ -48,6 +48,7 @@ from awa.worker.maintenance.promote import Promote
 from awa.worker.maintenance.rescue import Rescue
 from awa.worker.maintenance.retention import Retention
 from awa.worker.maintenance.ring import Ring
+from awa.worker.maintenance.statistics import Statistics
 from awa.worker.maintenance.summarize import Summarize
 from awa.worker.requests import Requests
 from awa.worker.service import Service, first_line
@@ -323,6 +324,7 @@ class Worker:
                     Retention(schema, failed=settings.failed_retention, dead=settings.dead_retention),
                     Summarize(schema),
                     Keys(schema),
+                    Statistics(schema),
                 ],
             ),
             Watch(
