@@ -39,7 +39,7 @@ _COLUMNS = (
 @click.option("--window", type=click.Choice(list(LENGTHS)), help="How far back; else 1h, and all three with a NAME.")
 @with_target
 def stats(target: Target, name: str | None, by: Subject, window: str | None) -> None:
-    """Show how many attempts ended how, how long they had waited and how long they ran; of one queue or kind, or of all.
+    """Show how many attempts ended how, how long they waited and how long they ran; of one queue or kind, or of all.
 
     Times are within 9 % of the exact ones. A ~ tells that some attempts were looked at for many.
     """

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
 from psycopg import Connection, Cursor
@@ -249,7 +249,8 @@ END_ROUND = "UPDATE awa.statistics_progress t SET reached_at = greatest(t.reache
 DELETE_OLD = """
     DELETE FROM awa.statistics t
      WHERE t.step = %(step)s AND t.subject = ANY (ARRAY['queue', 'kind'])
-       AND t.starts_at < date_trunc(%(step)s, coalesce(%(now)s, clock_timestamp()) - %(kept)s, 'UTC')
+       AND t.starts_at < date_trunc(%(step)s, coalesce(%(now)s, clock_timestamp()) - interval '1 s' * %(kept)s::float8,
+                                    'UTC')
 """
 
 
@@ -310,7 +311,7 @@ def delete_old(conn: Connection[Any], schema: Schema, *, now: datetime | None = 
         now: What to take for now; None: the database's clock.
     """
     for step, kept in KEPT.items():
-        conn.execute(schema.sql(DELETE_OLD), {"step": step, "kept": kept, "now": now})
+        conn.execute(schema.sql(DELETE_OLD), {"step": step, "kept": kept.total_seconds(), "now": now})
 
 
 @contextmanager
@@ -384,19 +385,22 @@ class Statistics:
     """``15m``, ``1h`` and ``24h``: the last whole minutes, or hours, of so long, and what has begun."""
 
 
-# A span that begins within a step begins with the next one.
+# A span that begins within a step begins with the next one. Lengths are seconds: an interval of 24 hours would come as
+# one of a day, which is another when the clocks of the session's zone change.
 _WINDOWS = """
-    SELECT w.label, w.step, date_trunc(w.step, t.now - w.length, 'UTC') + ('1 ' || w.step)::interval AS since,
+    SELECT w.label, w.step,
+           date_trunc(w.step, t.now - interval '1 s' * w.length, 'UTC') + ('1 ' || w.step)::interval AS since,
            t.now AS until
       FROM (SELECT coalesce(%(now)s::timestamptz, clock_timestamp()) AS now OFFSET 0) t
-     CROSS JOIN unnest(%(labels)s::text[], %(steps)s::text[], %(lengths)s::interval[]) w(label, step, length)
+     CROSS JOIN unnest(%(labels)s::text[], %(steps)s::text[], %(lengths)s::float8[]) w(label, step, length)
 """
 
 _POINTS = """
     SELECT g::text AS label, %(step)s::text AS step, g AS since, least(g + ('1 ' || %(step)s)::interval, t.now) AS until
       FROM (SELECT coalesce(%(now)s::timestamptz, clock_timestamp()) AS now OFFSET 0) t
-     CROSS JOIN generate_series(date_trunc(%(step)s, greatest(%(since)s::timestamptz, t.now - %(kept)s), 'UTC'),
-                                t.now, ('1 ' || %(step)s)::interval) g
+     CROSS JOIN LATERAL (SELECT t.now - interval '1 s' * %(kept)s::float8 AS first) k
+     CROSS JOIN generate_series(date_trunc(%(step)s, greatest(%(since)s::timestamptz, k.first), 'UTC'), t.now,
+                                ('1 ' || %(step)s)::interval) g
 """
 
 # Not those that were over when gathering began. The seconds are those of which something is known.
@@ -437,9 +441,7 @@ READ_TIMES = f"""
 """
 
 
-def read_windows(
-    look: Look, by: Subject, name: str | None = None, *, now: datetime | None = None
-) -> list[Statistics]:
+def read_windows(look: Look, by: Subject, name: str | None = None, *, now: datetime | None = None) -> list[Statistics]:
     """The windows of every name with attempts that ended in one, by name; or of *name* alone, whatever it has.
 
     Args:
@@ -451,7 +453,7 @@ def read_windows(
         "now": now,
         "labels": list(LENGTHS),
         "steps": ["hour" if length > KEPT["minute"] else "minute" for length in LENGTHS.values()],
-        "lengths": list(LENGTHS.values()),
+        "lengths": [length.total_seconds() for length in LENGTHS.values()],
     }
     found = _read(look, _WINDOWS, ">= s.since", params)
     return [
@@ -468,7 +470,8 @@ def read_history(
     Args:
         now: What to take for now; None: the database's clock.
     """
-    params = {"by": by, "name": name, "now": now, "step": step, "since": since, "kept": KEPT[step]}
+    params: dict[str, Any] = {"by": by, "name": name, "now": now, "step": step, "since": since}
+    params["kept"] = KEPT[step].total_seconds()
     found = _read(look, _POINTS, "= s.since", params)
     points = found.names.get(name, {})
     return [points.get(label) or none for label, none in found.empty.items()]
@@ -511,8 +514,8 @@ def _window(
     since, until, seconds = bounds
     counts = dict(zip(OUTCOMES, map(round, numbers), strict=True))
     return Window(
-        since=since,
-        until=until,
+        since=since.astimezone(UTC),
+        until=until.astimezone(UTC),
         started=sum(counts.values()),
         **counts,
         per_second=counts["completed"] / seconds if seconds else 0.0,
