@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from datetime import datetime
 from enum import Enum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from psycopg import Connection
 
@@ -14,7 +15,7 @@ from awa.config import load_settings
 from awa.errors import ValidationError
 from awa.job import JobState
 from awa.limits import LIMITS, RateLimit, check_limit_of
-from awa.storage import control, descriptors, details, listing, queue_control, queues, runtime_control
+from awa.storage import control, descriptors, details, listing, queue_control, queues, runtime_control, statistics
 from awa.storage.connection import repeated
 from awa.storage.control import Controlled
 from awa.storage.descriptors import DescriptorInfo, Drift, KindInfo
@@ -25,6 +26,7 @@ from awa.storage.queues import Count
 from awa.storage.runtime_control import RuntimeInfo
 from awa.storage.schema import Schema
 from awa.storage.snapshot import one_snapshot
+from awa.storage.statistics import STEPS, SUBJECTS, Percentiles, Statistics, Step, Subject, Window
 
 if TYPE_CHECKING:
     from awa.doctor import Finding
@@ -40,12 +42,17 @@ __all__ = [
     "JobDetails",
     "JobPage",
     "KindInfo",
+    "Percentiles",
     "Purged",
     "QueueInfo",
     "RelatedJob",
     "RuntimeInfo",
+    "Statistics",
     "Unsaid",
+    "Window",
 ]
+
+C = TypeVar("C", bound=str)
 
 MOST_LISTED = 1_000
 """Most jobs of a page."""
@@ -330,6 +337,46 @@ class Admin:
         with self._connection() as conn, one_snapshot(conn, self._schema) as look:
             return descriptors.get_kind(look, name)
 
+    # --- statistics -------------------------------------------------------------------------------------------------
+
+    def statistics(self, by: Subject = "queue", *, name: str | None = None) -> list[Statistics]:
+        """How many attempts ended how, and how long they waited and ran, in the last 15 minutes, hour and 24 hours.
+
+        A leading worker gathers that every few seconds; ``until`` of a window tells how far it has come. What was
+        never claimed, as a job that is cancelled while it waits, is not in it.
+
+        Args:
+            by: For each ``queue``, or for each ``kind``; in the order of their names.
+            name: Only of this one, which may have had no attempts; None: of all that had some.
+
+        Raises:
+            ValidationError: An argument cannot be meant; nothing was sent.
+        """
+        by = _check_choice(by, SUBJECTS, "by")
+        if name is not None:
+            name = options.check_queue(name, "name")
+        with self._connection() as conn, one_snapshot(conn, self._schema) as look:
+            return statistics.read_windows(look, by, name)
+
+    def statistics_history(
+        self, by: Subject, name: str, *, step: Step = "hour", since: datetime | None = None
+    ) -> list[Window]:
+        """The same step by step, oldest first, as a chart wants it: also the steps without attempts, and the present.
+
+        Args:
+            by: Whether *name* is a ``queue`` or a ``kind``.
+            step: ``minute``, which is kept for three hours, or ``hour``, kept for 30 days; as UTC has them.
+            since: From the step with this time on; None: all that is kept.
+
+        Raises:
+            ValidationError: An argument cannot be meant; nothing was sent.
+        """
+        by, step = _check_choice(by, SUBJECTS, "by"), _check_choice(step, STEPS, "step")
+        name = options.check_queue(name, "name")
+        since = None if since is None else options.check_run_at(since, "since")
+        with self._connection() as conn, one_snapshot(conn, self._schema) as look:
+            return statistics.read_history(look, by, name, step=step, since=since)
+
     # --- jobs -------------------------------------------------------------------------------------------------------
 
     def retry(self, job_id: int) -> Controlled:
@@ -458,6 +505,14 @@ def _check_state(state: object) -> JobState:
             f"state must be one of {names}, got {_shown(state)}", path="state", value=state, limit=names
         )
     return JobState(state)
+
+
+def _check_choice(value: C, choices: tuple[C, ...], path: str) -> C:
+    if not isinstance(value, str) or value not in choices:
+        raise ValidationError(
+            f"{path} must be {' or '.join(choices)}, got {_shown(value)}", path=path, value=value, limit=choices
+        )
+    return value
 
 
 def _check_after(after: object, state: JobState | None) -> Position:

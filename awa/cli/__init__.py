@@ -50,6 +50,7 @@ _COMMANDS = {
     "migrate": "Bring a database's schema up to date.",
     "queue": "Look at queues, pause, limit, empty them.",
     "runtime": "Look at worker processes, have one claim nothing more.",
+    "stats": "Show throughput, waits and run times.",
     "storage": "Check the stored jobs, mend a restored copy, see what the ring holds.",
 }
 """Each is the attribute of its name in the module ``awa.cli.<name>``; the texts are here so that help imports none."""

@@ -12,6 +12,7 @@ from awa.cli.asking import ask, asking_options, check_answerable
 from awa.cli.descriptors import described_columns, described_facts, described_lines, described_row
 from awa.cli.filters import WAITING
 from awa.cli.output import Cell, Column, Table, echo, facts, local_time, plain, print_facts, print_json, safe, styled
+from awa.cli.stats import print_statistics
 from awa.cli.target import Target, refuse_address, this_user, with_target
 from awa.cli.values import most, rate, rate_text
 from awa.client import Client
@@ -140,8 +141,9 @@ def show(target: Target, name: str) -> None:
     """Show all that is known of a queue; exit code 3 when nothing is."""
     with target.client() as client:
         info = client.admin.get_queue(name)
+        [statistics] = client.admin.statistics("queue", name=name)
     if target.as_json:
-        print_json(queue_facts(info))
+        print_json(queue_facts(info) | {"statistics": plain(statistics.windows)})
         return
     rows = [("queue", safe(info.name)), ("status", _status_text(info)), ("running now", f"{info.running:,}")]
     rows += [(state.value, _count(info.counts.get(state))) for state in JobState if state is not JobState.RUNNING]
@@ -150,6 +152,8 @@ def show(target: Target, name: str) -> None:
     print_facts(rows + described_lines(info.descriptor))
     echo("")
     _print_limits(info)
+    echo("")
+    print_statistics(statistics)
 
 
 def _status_text(info: QueueInfo) -> str:

@@ -49,6 +49,7 @@ from awa.worker.maintenance.promote import Promote
 from awa.worker.maintenance.rescue import Rescue
 from awa.worker.maintenance.retention import Retention
 from awa.worker.maintenance.ring import Ring
+from awa.worker.maintenance.statistics import Statistics
 from awa.worker.maintenance.summarize import Summarize
 from awa.worker.report import Report, Snapshot
 from awa.worker.requests import Requests
@@ -348,6 +349,7 @@ class Worker:
                     Descriptors(schema, retention=settings.descriptor_retention),
                     Summarize(schema),
                     Keys(schema),
+                    Statistics(schema),
                 ],
             ),
             Watch(

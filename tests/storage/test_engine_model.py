@@ -70,6 +70,7 @@ REACHED = (
     "flush: backend ended",
     "flushes again",
     "flushes that wait for themselves",
+    "gathered",
     "late completion",
     "late words",
     "looked up: gone",

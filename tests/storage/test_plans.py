@@ -23,6 +23,7 @@ from awa.storage import queues
 from awa.storage.jobs import JobRow, insert_jobs
 from awa.storage.keys import sweep_keys
 from awa.worker.maintenance.dependents import Dependents
+from awa.worker.maintenance.statistics import Statistics
 from tests.storage.engine import (
     AWA,
     Conn,
@@ -859,3 +860,26 @@ def test_clearing_a_queue_reads_each_job_once(conn: Conn, explained: Explained, 
     with explained.watch() as plans:
         assert step() == 10
     check(plans, most_rows=200)
+
+
+@pytest.mark.parametrize("statistics, content", [("none", a_long_history), ("stale", one_queue)])
+def test_gathering_reads_what_is_new(conn: Conn, explained: Explained, content: Content, statistics: str) -> None:
+    """Guard: the claims of each queue behind the last that was seen, their ends, and the entries that are looked at."""
+    prepare(conn, statistics, content)
+    runtime = register(conn)
+    for _ in range(8):
+        insert(conn, *range(10))
+        members = claim(conn, runtime, limit=5).members
+        settle(conn, runtime, members[:3], [Outcome(members[3], "failed")])
+        for _ in Statistics(AWA).gather(conn):
+            pass
+    insert(conn, *range(40))
+    for _ in range(4):
+        settle(conn, runtime, claim(conn, runtime, limit=10).members)
+    with explained.watch() as plans:
+        for _ in Statistics(AWA).gather(conn):
+            pass
+    # 40 entries, 4 new and 8 open claims; of each of a hundred queues two rows of each segment
+    found = [plan for plan in plans if "awa.claims" in plan.query]
+    assert len(found) == 3
+    check(found, most_rows=500 + 100 * 2 * 9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -128,3 +129,24 @@ def test_a_position_is_read_as_it_was_written(state: JobState) -> None:
 def test_a_count_says_whether_it_is_a_guess() -> None:
     assert str(Count(1234, True)) == "1,234"
     assert str(Count(123456, False)) == "about 123,456"
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "path", "named"),
+    [
+        ("statistics", {"by": "job"}, "by", ["queue or kind", "'job'"]),
+        ("statistics", {"by": ["queue"]}, "by", ["queue or kind", "a list"]),
+        ("statistics", {"name": ""}, "name", ["empty"]),
+        ("statistics_history", {"name": 5}, "name", ["got 5"]),
+        ("statistics_history", {"step": "day"}, "step", ["minute or hour", "'day'"]),
+        ("statistics_history", {"since": datetime(2026, 1, 1)}, "since", ["naive", "time zone"]),
+        ("statistics_history", {"since": 7}, "since", ["datetime"]),
+    ],
+)
+def test_statistics_that_cannot_be_meant_are_refused(
+    nowhere: awa.Client, method: str, arguments: dict[str, Any], path: str, named: list[str]
+) -> None:
+    with pytest.raises(ValidationError) as caught:
+        getattr(nowhere.admin, method)(**{"by": "queue", "name": "q"} | arguments)
+    assert caught.value.path == path
+    assert all(part in str(caught.value) for part in (path, *named))

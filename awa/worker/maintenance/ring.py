@@ -5,7 +5,8 @@ A round turns the ring when it is time to, then looks through the sealed segment
     entries not printed yet         -> print them (a segment grows only by stragglers)
     fewer ends than entries         -> carry forward what nobody has claimed, when the segment is due; look again later
     as many                         -> print the ends; equal prints: everything has ended, exactly once
-    ... and kept long enough        -> look at the jobs that wait for others, perhaps for these; then prune
+    ... and kept long enough        -> have the statistics catch up; look at the jobs that wait for others, perhaps for
+                                       these; then prune
 
 All of it goes in ranges of pages, a few milliseconds each, over as many runs as it takes.
 """
@@ -25,6 +26,7 @@ from awa.storage import ring
 from awa.storage.ring import Print, Segment
 from awa.storage.schema import Schema
 from awa.worker.maintenance.dependents import Dependents
+from awa.worker.maintenance.statistics import Statistics
 
 log = logging.getLogger("awa.maintenance")
 
@@ -63,6 +65,9 @@ Steps = Generator[None, None, T]
 Examine = Callable[[Connection], Steps[list[int]]]
 """Looks at the jobs that wait for others; gives those that wait on for what has not ended."""
 
+CatchUp = Callable[[Connection], Steps[None]]
+"""Takes note of all that has ended."""
+
 Reader = Callable[[Connection, Schema, int, int, int], T]
 """Reads a range of pages of a slot."""
 
@@ -97,6 +102,7 @@ class Ring:
         rotate_after: Seconds after which a segment is sealed; 0: a sixth of the retention, so that a slot is empty
             again in time.
         examine: Lets jobs go that wait for others which have ended, before those are forgotten.
+        catch_up: Counts what has ended, likewise.
         now: For tests: what to take for now.
     """
 
@@ -110,6 +116,7 @@ class Ring:
         retention: float,
         rotate_after: float = 0.0,
         examine: Examine | None = None,
+        catch_up: CatchUp | None = None,
         now: Callable[[], datetime | None] = lambda: None,
     ) -> None:
         self._schema = schema
@@ -117,6 +124,7 @@ class Ring:
         self._rotate_after = timedelta(seconds=rotate_after or max(retention / 6, SHORTEST_TURN))
         self._pause = min(max(self._rotate_after.total_seconds() / 10, 0.05), LONGEST_PAUSE)
         self._examine = examine or Dependents(schema).examine
+        self._catch_up = catch_up or Statistics(schema).catch_up
         self._now = now
         self._seen: dict[int, Seen] = {}
         self._steps: Steps[None] | None = None
@@ -188,6 +196,7 @@ class Ring:
             else:
                 yield from self._compare(segment, seen)
         if seen.has_ended and self._is_kept_long_enough(segment, seen):
+            yield from self._catch_up(self._conn)
             examined = yield from self._examine(self._conn)
             outcome = ring.prune(
                 self._conn, self._schema, slot, entries=seen.entries.count, file=seen.file, examined=examined

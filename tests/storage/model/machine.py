@@ -110,9 +110,14 @@ class Machine:
             job.was_rescued = outcome == "rescued"
             if job.attempt >= job.max_attempts:
                 job.state = "failed"
+                self.note_end(job, "failed")
                 return
             job.attempt += 1
+        self.note_end(job, outcome)
         job.state = outcome if outcome in ENDED else "waiting" if delay else "available"
+
+    def note_end(self, job: ModelJob, outcome: str) -> None:
+        """An attempt has ended so."""
 
     def send(self, conn: Conn, runtime: Runtime, flush: Flush) -> list[End]:
         """Send a flush that the database has not taken; returns the ends that it takes."""

@@ -11,7 +11,8 @@ from tests.storage.engine import Conn
 
 EMPTY = """
     TRUNCATE awa.jobs, awa.claims, awa.completions, awa.attempt_ends, awa.waiting_jobs, awa.ended_jobs, awa.frontiers,
-             awa.runtime_instances, awa.gone_runtimes, awa.leases, awa.cancel_requests;
+             awa.runtime_instances, awa.gone_runtimes, awa.leases, awa.cancel_requests,
+             awa.statistics, awa.statistics_queues, awa.statistics_claims;
     SELECT setval('awa.ring_seq', 0);
     UPDATE awa.ring SET opened_at = CASE WHEN slot = 0 THEN clock_timestamp() END, sealed_at = NULL;
 """

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 from awa.storage import ring
 from tests.storage.engine import AWA, scalar
+from tests.storage.model.gathering import Gathering
 from tests.storage.model.records import Found
 from tests.storage.model.steps import PICK, among, step
 from tests.storage.model.working import Working
 
 
-class Turning(Working):
+class Turning(Working, Gathering):
     @step(weight=5, slot=among(*[None] * 5, *range(8)))
     def turn(self, slot: int | None) -> None:
         """To an empty slot, if there is one; or, as a crash or an operator could, to any."""
@@ -54,6 +55,7 @@ class Turning(Working):
         else:
             allowed = {"changed", "pruned"}
         allowed.discard("changed" if is_as_found else "pruned")
+        self.gather_all()  # as the leader does
         done = ring.prune(self.main, AWA, slot, entries=found.entries, file=found.file)
         assert done in allowed
         self.totals[f"prune: {done}"] += 1

@@ -1,0 +1,533 @@
+"""Statistics of attempts that have ended: gathering them from claims and their ends, and reading them.
+
+What is gathered is told in migrations/0027_statistics.sql. Up to :data:`LOOKED_AT` attempts of one statement are all
+looked at. Of more, one in so many is, from every row that records some, at a random offset, and counts for its
+neighbours in that row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, Literal
+
+from psycopg import Connection, Cursor
+from psycopg.rows import tuple_row
+
+from awa.storage.schema import Schema
+from awa.storage.snapshot import Look
+
+LOOKED_AT = 2_000
+"""Attempts that one statement looks at for their kind and their times, some more when they are in many small claims."""
+
+KEPT = {"minute": timedelta(hours=3), "hour": timedelta(days=30)}
+"""For how long the rows of a step are kept."""
+
+LENGTHS = {"15m": timedelta(minutes=15), "1h": timedelta(hours=1), "24h": timedelta(hours=24)}
+"""The windows that are read, from which to now."""
+
+BUCKETS = 4
+"""Buckets of times in which they double; see the migration."""
+
+Step = Literal["minute", "hour"]
+Subject = Literal["queue", "kind"]
+
+STEPS: tuple[Step, ...] = ("minute", "hour")
+SUBJECTS: tuple[Subject, ...] = ("queue", "kind")
+
+OUTCOMES = ("completed", "retried", "snoozed", "failed", "cancelled", "rescued")
+"""Of attempts that had begun. One that was released, or set aside, had not."""
+
+
+# --- gathering
+
+
+# One look for a queue that has nothing new.
+LIST_NEWS = """
+    WITH RECURSIVE queues AS (
+        (SELECT c.queue, 1 AS n FROM awa.claims c WHERE c.queue > %(after)s ORDER BY c.queue LIMIT 1)
+        UNION ALL
+        SELECT n.queue, q.n + 1
+          FROM queues q
+         CROSS JOIN LATERAL (SELECT c.queue FROM awa.claims c WHERE c.queue > q.queue ORDER BY c.queue LIMIT 1) n
+         WHERE q.n < %(limit)s
+    )
+    SELECT q.queue, EXISTS (SELECT FROM awa.claims c
+                             WHERE c.queue = q.queue
+                               AND c.claim_id > coalesce((SELECT t.claim_id FROM awa.statistics_queues t
+                                                           WHERE t.queue = q.queue), 0) OFFSET 0)
+      FROM queues q
+     ORDER BY q.queue
+"""
+
+_NEW_CLAIMS = """
+        SELECT c.slot, c.claim_id, c.queue, c.lane, c.claimed_at, c.entry_ids, c.xids,
+               cardinality(c.entry_ids) AS left_open, ARRAY[]::bigint[] AS flushes, ARRAY[]::bigint[] AS ended
+          FROM unnest(%(queues)s::text[]) q(queue)
+         CROSS JOIN LATERAL (SELECT coalesce((SELECT t.claim_id FROM awa.statistics_queues t
+                                               WHERE t.queue = q.queue), 0) AS claim_id OFFSET 0) t
+         CROSS JOIN LATERAL (SELECT * FROM awa.claims c
+                              WHERE c.queue = q.queue AND c.claim_id > t.claim_id AND c.claim_id <= %(upto)s
+                              ORDER BY c.claim_id LIMIT %(limit)s) c"""
+
+# One whose row is gone lay in a segment that was emptied: all of it had ended.
+_OPEN_CLAIMS = """
+        SELECT o.slot, o.claim_id, o.queue, c.lane, c.claimed_at, c.entry_ids, c.xids,
+               CASE WHEN c.claim_id IS NOT NULL THEN o.left_open ELSE 0 END AS left_open, o.flushes,
+               o.entry_ids AS ended
+          FROM (SELECT * FROM awa.statistics_claims t
+                 WHERE t.claim_id > %(after)s ORDER BY t.claim_id LIMIT %(limit)s) o
+          LEFT JOIN LATERAL (SELECT * FROM awa.claims c
+                              WHERE c.slot = o.slot AND c.queue = o.queue AND c.claim_id = o.claim_id OFFSET 0) c
+                 ON true"""
+
+
+def _bucket(ms: str) -> str:
+    # a little more, so that no power of two is rounded below itself
+    return f"(CASE WHEN {ms} < 1 THEN 0 ELSE 1 + floor(ln({ms}) * {BUCKETS} / ln(2::float8) + 1e-9) END)::smallint"
+
+
+def _sum(buckets: str, numbers: str) -> str:
+    return f"""(
+               SELECT array_agg(m.bucket ORDER BY m.bucket), array_agg(m.n ORDER BY m.bucket)
+                 FROM (SELECT u.bucket, sum(u.n) AS n
+                         FROM (SELECT * FROM unnest(s.{buckets}, s.{numbers})
+                               UNION ALL
+                               SELECT * FROM unnest(excluded.{buckets}, excluded.{numbers})) u(bucket, n)
+                        GROUP BY u.bucket) m)"""
+
+
+# ends: what has ended of the claims that are picked, and was not added before; one row for each row of completions, and
+# for each claim, outcome and minute of attempt_ends. members: those that are looked at; each counts for as many as its
+# row of ends has for each that is looked at. Arrays are unpacked once a row: every subscript of a compressed one would
+# unpack it.
+def _add(picked: str) -> str:
+    return f"""
+    WITH picked AS MATERIALIZED ({picked}
+    ), ends AS MATERIALIZED (
+        SELECT p.claim_id, p.slot, p.queue, p.lane, p.claimed_at, p.entry_ids, p.xids, x.flush,
+               NULL::bigint[] AS ended, x.idx, x.elapsed_ms, 'completed' AS outcome,
+               date_trunc('minute', x.completed_at, 'UTC') AS minute, cardinality(x.idx) AS n
+          FROM picked p
+         CROSS JOIN LATERAL (SELECT * FROM awa.completions x
+                              WHERE x.slot = p.slot AND x.claim_id = p.claim_id OFFSET 0) x
+         WHERE x.flush <> ALL (p.flushes)
+        UNION ALL
+        SELECT p.claim_id, p.slot, p.queue, p.lane, p.claimed_at, p.entry_ids, p.xids, NULL, e.ended, NULL,
+               e.elapsed_ms, e.outcome, e.minute, e.n
+          FROM picked p
+         CROSS JOIN LATERAL (
+               SELECT e.outcome, date_trunc('minute', e.ended_at, 'UTC') AS minute, array_agg(e.entry_id) AS ended,
+                      array_agg(e.elapsed_ms) AS elapsed_ms, count(*)::integer AS n
+                 FROM (SELECT * FROM awa.attempt_ends e
+                        WHERE e.slot = p.slot AND e.claim_id = p.claim_id OFFSET 0) e
+                WHERE e.entry_id <> ALL (p.ended)
+                GROUP BY 1, 2) e
+    ), counted AS MATERIALIZED (
+        SELECT e.*, greatest(ceil(sum(e.n) OVER () / {LOOKED_AT}.0), 1)::integer AS stride
+          FROM ends e
+         WHERE e.outcome = ANY (%(outcomes)s)
+    ), members AS MATERIALIZED (
+        SELECT m.queue, m.kind, m.minute, m.outcome, {_bucket("m.wait_ms")} AS wait_bucket,
+               {_bucket("m.run_ms")} AS run_bucket, sum(m.weight) AS n, bool_or(m.is_sampled) AS is_sampled,
+               max(m.wait_ms) AS wait_max_ms, max(m.run_ms) AS run_max_ms
+          FROM (SELECT c.queue, j.kind, c.minute, c.outcome, a.elapsed_ms[i]::float8 AS run_ms,
+                       greatest(extract(epoch FROM c.claimed_at - j.available_at)::float8 * 1000, 0) AS wait_ms,
+                       c.n::float8 / ((c.n - k.first) / k.stride + 1) AS weight, k.stride > 1 AS is_sampled
+                  FROM counted c
+                 CROSS JOIN LATERAL (SELECT least(c.stride, c.n) AS stride,
+                                            1 + floor(random() * least(c.stride, c.n))::integer AS first OFFSET 0) k
+                 CROSS JOIN LATERAL (SELECT c.entry_ids || ARRAY[]::bigint[] AS entry_ids,
+                                            c.xids || ARRAY[]::xid8[] AS xids, c.idx || ARRAY[]::smallint[] AS idx,
+                                            c.elapsed_ms || ARRAY[]::integer[] AS elapsed_ms OFFSET 0) a
+                 CROSS JOIN LATERAL generate_series(k.first, c.n, k.stride) i
+                 CROSS JOIN LATERAL (SELECT CASE WHEN c.ended IS NULL THEN a.idx[i]
+                                                 ELSE array_position(a.entry_ids, c.ended[i]) END AS place OFFSET 0) p
+                 CROSS JOIN LATERAL (SELECT a.xids[p.place] AS xid, a.entry_ids[p.place] AS entry_id OFFSET 0) e
+                 CROSS JOIN LATERAL (SELECT j.kind, j.available_at FROM awa.jobs j
+                                      WHERE j.slot = c.slot AND j.queue = c.queue AND j.lane = c.lane
+                                        AND j.xid = e.xid AND j.entry_id = e.entry_id LIMIT 1) j) m
+         GROUP BY 1, 2, 3, 4, 5, 6
+    ), numbers AS (
+        SELECT t.step, s.subject, date_trunc(t.step, s.minute, 'UTC') AS starts_at, s.name,
+               {", ".join(f"coalesce(sum(s.n) FILTER (WHERE s.outcome = '{one}'), 0) AS {one}" for one in OUTCOMES)},
+               bool_or(s.is_sampled) AS is_sampled
+          FROM (SELECT 'queue' AS subject, c.queue AS name, c.minute, c.outcome, sum(c.n)::float8 AS n,
+                       bool_or(c.stride > 1 AND c.n > 1) AS is_sampled
+                  FROM counted c
+                 GROUP BY 2, 3, 4
+                UNION ALL
+                SELECT 'kind', m.kind, m.minute, m.outcome, sum(m.n), bool_or(m.is_sampled)
+                  FROM members m
+                 GROUP BY 2, 3, 4) s
+         CROSS JOIN (VALUES ('minute'), ('hour')) t(step)
+         GROUP BY 1, 2, 3, 4
+    ), times AS (
+        SELECT b.step, b.subject, b.starts_at, b.name,
+               max(b.most) FILTER (WHERE b.is_wait) AS wait_max_ms,
+               max(b.most) FILTER (WHERE NOT b.is_wait) AS run_max_ms,
+               array_agg(b.bucket ORDER BY b.bucket) FILTER (WHERE b.is_wait) AS wait_buckets,
+               array_agg(b.n ORDER BY b.bucket) FILTER (WHERE b.is_wait) AS waits,
+               array_agg(b.bucket ORDER BY b.bucket) FILTER (WHERE NOT b.is_wait) AS run_buckets,
+               array_agg(b.n ORDER BY b.bucket) FILTER (WHERE NOT b.is_wait) AS runs
+          FROM (SELECT t.step, s.subject, date_trunc(t.step, m.minute, 'UTC') AS starts_at, s.name, v.is_wait, v.bucket,
+                       sum(m.n) AS n, max(v.most) AS most
+                  FROM members m
+                 CROSS JOIN (VALUES ('minute'), ('hour')) t(step)
+                 CROSS JOIN LATERAL (VALUES ('queue', m.queue), ('kind', m.kind)) s(subject, name)
+                 CROSS JOIN LATERAL (VALUES (true, m.wait_bucket, m.wait_max_ms),
+                                            (false, m.run_bucket, m.run_max_ms)) v(is_wait, bucket, most)
+                 WHERE v.bucket IS NOT NULL
+                 GROUP BY 1, 2, 3, 4, 5, 6) b
+         GROUP BY 1, 2, 3, 4
+    ), added AS (
+        INSERT INTO awa.statistics AS s (step, subject, starts_at, name, {", ".join(OUTCOMES)}, is_sampled,
+                                         wait_max_ms, run_max_ms, wait_buckets, waits, run_buckets, runs)
+        SELECT step, subject, starts_at, name, {", ".join(f"n.{one}" for one in OUTCOMES)}, n.is_sampled,
+               t.wait_max_ms, t.run_max_ms, t.wait_buckets, t.waits, t.run_buckets, t.runs
+          FROM numbers n
+          LEFT JOIN times t USING (step, subject, starts_at, name)
+            ON CONFLICT (step, subject, starts_at, name) DO UPDATE
+           SET {", ".join(f"{one} = s.{one} + excluded.{one}" for one in OUTCOMES)},
+               is_sampled = s.is_sampled OR excluded.is_sampled,
+               wait_max_ms = greatest(s.wait_max_ms, excluded.wait_max_ms),
+               run_max_ms = greatest(s.run_max_ms, excluded.run_max_ms),
+               (wait_buckets, waits) = {_sum("wait_buckets", "waits")},
+               (run_buckets, runs) = {_sum("run_buckets", "runs")}
+    ), looked AS MATERIALIZED (
+        SELECT p.claim_id, p.slot, p.queue, p.left_open - coalesce(e.n, 0) AS left_open, e.n IS NOT NULL AS has_news,
+               coalesce(e.flushes, ARRAY[]::bigint[]) AS flushes, coalesce(m.ended, ARRAY[]::bigint[]) AS ended
+          FROM picked p
+          LEFT JOIN (SELECT e.claim_id, sum(e.n)::integer AS n,
+                            array_agg(e.flush) FILTER (WHERE e.flush IS NOT NULL) AS flushes
+                       FROM ends e
+                      GROUP BY 1) e USING (claim_id)
+          LEFT JOIN (SELECT e.claim_id, array_agg(m) AS ended
+                       FROM ends e CROSS JOIN LATERAL unnest(e.ended) m
+                      GROUP BY 1) m USING (claim_id)
+    )"""
+
+
+ADD_NEW = f"""{_add(_NEW_CLAIMS)}, remembered AS (
+        INSERT INTO awa.statistics_claims (claim_id, slot, queue, left_open, flushes, entry_ids)
+        SELECT l.claim_id, l.slot, l.queue, l.left_open, l.flushes, l.ended FROM looked l WHERE l.left_open > 0
+    ), reached AS (
+        INSERT INTO awa.statistics_queues AS t (queue, claim_id)
+        SELECT l.queue, max(l.claim_id) FROM looked l GROUP BY l.queue
+            ON CONFLICT (queue) DO UPDATE SET claim_id = excluded.claim_id
+    )
+    SELECT l.queue, count(*) FROM looked l GROUP BY l.queue
+"""
+
+ADD_OPEN = f"""{_add(_OPEN_CLAIMS)}, forgotten AS (
+        DELETE FROM awa.statistics_claims t USING looked l WHERE t.claim_id = l.claim_id AND l.left_open <= 0
+    ), remembered AS (
+        UPDATE awa.statistics_claims t
+           SET left_open = l.left_open, flushes = t.flushes || l.flushes, entry_ids = t.entry_ids || l.ended
+          FROM looked l
+         WHERE t.claim_id = l.claim_id AND l.left_open > 0 AND l.has_news
+    )
+    SELECT count(*), max(l.claim_id) FROM looked l
+"""
+
+# Whoever has it is the only one that adds; what it then reads, in statements of its own, says what was added before.
+HOLD = "SELECT FROM awa.statistics_progress t FOR UPDATE SKIP LOCKED"
+
+# Planned so, every statement finds its rows by index, whatever the statistics say.
+PLANNED = """
+    SELECT set_config('plan_cache_mode', 'force_generic_plan', true), set_config('enable_seqscan', 'off', true),
+           set_config('enable_bitmapscan', 'off', true), set_config('enable_memoize', 'off', true),
+           set_config('max_parallel_workers_per_gather', '0', true), set_config('jit', 'off', true)
+"""
+
+BEGIN_ROUND = "SELECT clock_timestamp(), coalesce(pg_sequence_last_value('awa.claim_id_seq'), 0)"
+
+END_ROUND = "UPDATE awa.statistics_progress t SET reached_at = greatest(t.reached_at, %(began)s)"
+
+DELETE_OLD = """
+    DELETE FROM awa.statistics t
+     WHERE t.step = %(step)s AND t.subject = ANY (ARRAY['queue', 'kind'])
+       AND t.starts_at < date_trunc(%(step)s, coalesce(%(now)s, clock_timestamp()) - interval '1 s' * %(kept)s::float8,
+                                    'UTC')
+"""
+
+
+def begin_round(conn: Connection[Any], schema: Schema) -> tuple[datetime, int]:
+    """The time, and the newest claim that anybody has begun."""
+    [(now, newest)] = _rows(conn, schema, BEGIN_ROUND)
+    return now, newest
+
+
+def list_news(conn: Connection[Any], schema: Schema, *, after: str, limit: int) -> list[tuple[str, bool]]:
+    """The next queues by name that have claims, and whether any of these is new."""
+    with conn.transaction():
+        conn.execute(PLANNED)
+        return [(queue, is_new) for queue, is_new in _rows(conn, schema, LIST_NEWS, after=after, limit=limit)]
+
+
+def add_new(
+    conn: Connection[Any], schema: Schema, queues: Sequence[str], *, upto: int, limit: int
+) -> dict[str, int] | None:
+    """Add what has ended of new claims, and remember them where some member has not.
+
+    Args:
+        upto: The newest claim to look at.
+        limit: Most claims of each queue.
+
+    Returns:
+        How many claims of each queue; None when somebody else is adding.
+    """
+    with _holding(conn, schema) as is_held:
+        if not is_held:
+            return None
+        params = {"queues": list(queues), "upto": upto, "limit": limit, "outcomes": list(OUTCOMES)}
+        return dict(_rows(conn, schema, ADD_NEW, **params))
+
+
+def add_open(conn: Connection[Any], schema: Schema, *, after: int, limit: int) -> tuple[int, int] | None:
+    """Add what has ended since of the next claims that are remembered.
+
+    Returns:
+        How many claims these were, and the last; None when somebody else is adding.
+    """
+    with _holding(conn, schema) as is_held:
+        if not is_held:
+            return None
+        [(count, last)] = _rows(conn, schema, ADD_OPEN, after=after, limit=limit, outcomes=list(OUTCOMES))
+        return count, last or 0
+
+
+def end_round(conn: Connection[Any], schema: Schema, began: datetime) -> None:
+    """Note that everything that had ended when the round *began* has been added."""
+    conn.execute(schema.sql(END_ROUND), {"began": began})
+
+
+def delete_old(conn: Connection[Any], schema: Schema, *, now: datetime | None = None) -> None:
+    """Delete what is older than its step is kept.
+
+    Args:
+        now: What to take for now; None: the database's clock.
+    """
+    for step, kept in KEPT.items():
+        conn.execute(schema.sql(DELETE_OLD), {"step": step, "kept": kept.total_seconds(), "now": now})
+
+
+@contextmanager
+def _holding(conn: Connection[Any], schema: Schema) -> Iterator[bool]:
+    with conn.transaction():
+        conn.execute(PLANNED)
+        yield bool(_rows(conn, schema, HOLD))
+
+
+def _rows(conn: Connection[Any], schema: Schema, query: str, **params: Any) -> list[tuple[Any, ...]]:
+    with Cursor(conn, row_factory=tuple_row) as cursor:
+        return cursor.execute(schema.sql(query), params).fetchall()
+
+
+# --- reading
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Times in milliseconds, as exact as their buckets: within 9.1 %, and what is below a millisecond within one."""
+
+    p50: float
+    """Half of the attempts took at most this."""
+    p95: float
+    """95 of a hundred."""
+    p99: float
+    """99 of a hundred."""
+    max: float
+    """The longest, exactly; where ``is_sampled``, of those that were looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Attempts that ended in a span of time. One that was handed back before it began is none."""
+
+    since: datetime
+    """Its begin: that of a minute or an hour, by UTC."""
+    until: datetime
+    """Up to which everything was gathered; *since* when nothing was."""
+    started: int
+    """Attempts that had begun, and ended in this time: the sum of the following."""
+    completed: int
+    """Of these, as many completed their job."""
+    retried: int
+    """Failed, and their job is tried again."""
+    snoozed: int
+    """Asked to run later."""
+    failed: int
+    """Failed, and their job with them."""
+    cancelled: int
+    """Ended their job as cancelled; one that is cancelled before it starts has no attempt."""
+    rescued: int
+    """Lost their worker, and their job is tried again."""
+    per_second: float
+    """Completed jobs a second, from *since*, or from when gathering began if that was later, to *until*."""
+    is_sampled: bool
+    """Whether some attempts stand for others: then the numbers of a kind are estimates, and all times are."""
+    wait_ms: Percentiles | None
+    """From when they could be claimed until they were; None when there were none."""
+    run_ms: Percentiles | None
+    """What they took; a rescued attempt tells nothing. None when there were none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What was going on in a queue, or with the jobs of a kind."""
+
+    name: str
+    """Of the queue or the kind."""
+    windows: dict[str, Window]
+    """``15m``, ``1h`` and ``24h``: the last whole minutes, or hours, of so long, and what has begun."""
+
+
+# A span that begins within a step begins with the next one. Lengths are seconds: an interval of 24 hours would come as
+# one of a day, which is another when the clocks of the session's zone change.
+_WINDOWS = """
+    SELECT w.label, w.step,
+           date_trunc(w.step, t.now - interval '1 s' * w.length, 'UTC') + ('1 ' || w.step)::interval AS since,
+           t.now AS until
+      FROM (SELECT coalesce(%(now)s::timestamptz, clock_timestamp()) AS now OFFSET 0) t
+     CROSS JOIN unnest(%(labels)s::text[], %(steps)s::text[], %(lengths)s::float8[]) w(label, step, length)
+"""
+
+_POINTS = """
+    SELECT g::text AS label, %(step)s::text AS step, g AS since, least(g + ('1 ' || %(step)s)::interval, t.now) AS until
+      FROM (SELECT coalesce(%(now)s::timestamptz, clock_timestamp()) AS now OFFSET 0) t
+     CROSS JOIN LATERAL (SELECT t.now - interval '1 s' * %(kept)s::float8 AS first) k
+     CROSS JOIN generate_series(date_trunc(%(step)s, greatest(%(since)s::timestamptz, k.first), 'UTC'), t.now,
+                                ('1 ' || %(step)s)::interval) g
+"""
+
+# Not those that were over when gathering began. The seconds are those of which something is known.
+LIST_SPANS = """
+    SELECT s.label, s.since, greatest(s.since, least(s.until, p.reached_at)),
+           greatest(extract(epoch FROM least(s.until, p.reached_at) - greatest(s.since, p.began_at))::float8, 0)
+      FROM ({spans}) s CROSS JOIN awa.statistics_progress p
+     WHERE s.until > p.began_at
+     ORDER BY s.since, s.label
+"""
+
+_FOUND = """
+    SELECT s.label, t.*
+      FROM ({spans}) s
+     CROSS JOIN LATERAL (SELECT * FROM awa.statistics t
+                          WHERE t.step = s.step AND t.subject = %(by)s AND t.starts_at {when} {name}) t
+"""
+
+READ_NUMBERS = f"""
+    SELECT f.name, f.label, {", ".join(f"sum(f.{one})" for one in OUTCOMES)}, bool_or(f.is_sampled),
+           max(f.wait_max_ms), max(f.run_max_ms)
+      FROM ({_FOUND}) f
+     GROUP BY 1, 2
+"""
+
+READ_TIMES = f"""
+    SELECT r.name, r.label, r.is_wait, min(r.bucket) FILTER (WHERE r.upto >= r.total * 0.5),
+           min(r.bucket) FILTER (WHERE r.upto >= r.total * 0.95), min(r.bucket) FILTER (WHERE r.upto >= r.total * 0.99)
+      FROM (SELECT b.*, sum(b.n) OVER (PARTITION BY b.name, b.label, b.is_wait ORDER BY b.bucket) AS upto,
+                   sum(b.n) OVER (PARTITION BY b.name, b.label, b.is_wait) AS total
+              FROM (SELECT f.name, f.label, v.is_wait, u.bucket, sum(u.n) AS n
+                      FROM ({_FOUND}) f
+                     CROSS JOIN LATERAL (VALUES (true, f.wait_buckets, f.waits),
+                                                (false, f.run_buckets, f.runs)) v(is_wait, buckets, numbers)
+                     CROSS JOIN LATERAL unnest(v.buckets, v.numbers) u(bucket, n)
+                     GROUP BY 1, 2, 3, 4) b) r
+     GROUP BY 1, 2, 3
+"""
+
+
+def read_windows(look: Look, by: Subject, name: str | None = None, *, now: datetime | None = None) -> list[Statistics]:
+    """The windows of every name with attempts that ended in one, by name; or of *name* alone, whatever it has.
+
+    Args:
+        now: What to take for now; None: the database's clock.
+    """
+    params: dict[str, Any] = {
+        "by": by,
+        "name": name,
+        "now": now,
+        "labels": list(LENGTHS),
+        "steps": ["hour" if length > KEPT["minute"] else "minute" for length in LENGTHS.values()],
+        "lengths": [length.total_seconds() for length in LENGTHS.values()],
+    }
+    found = _read(look, _WINDOWS, ">= s.since", params)
+    return [
+        Statistics(one, {label: windows.get(label) or found.empty[label] for label in LENGTHS})
+        for one, windows in sorted((found.names if name is None else {name: found.names.get(name, {})}).items())
+    ]
+
+
+def read_history(
+    look: Look, by: Subject, name: str, *, step: Step, since: datetime | None = None, now: datetime | None = None
+) -> list[Window]:
+    """One window for each step from the one with *since* on, oldest first; None: from as long ago as there can be any.
+
+    Args:
+        now: What to take for now; None: the database's clock.
+    """
+    params: dict[str, Any] = {"by": by, "name": name, "now": now, "step": step, "since": since}
+    params["kept"] = KEPT[step].total_seconds()
+    found = _read(look, _POINTS, "= s.since", params)
+    points = found.names.get(name, {})
+    return [points.get(label) or none for label, none in found.empty.items()]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    empty: dict[str, Window]
+    """Each span by its label, in order, with nothing in it."""
+    names: dict[str, dict[str, Window]]
+    """Name -> label -> what there is."""
+
+
+def _read(look: Look, spans: str, when: str, params: dict[str, Any]) -> _Found:
+    parts = {"spans": spans, "when": when, "name": "" if params["name"] is None else "AND t.name = %(name)s"}
+    bounds = {label: bound for label, *bound in look.rows(LIST_SPANS.format(**parts), **params)}
+    times: dict[tuple[str, str, bool], tuple[int, ...]] = {}
+    for name, label, is_wait, *buckets in look.rows(READ_TIMES.format(**parts), **params):
+        times[name, label, is_wait] = tuple(buckets)
+    names: dict[str, dict[str, Window]] = {}
+    for name, label, *numbers, is_sampled, wait_max, run_max in look.rows(READ_NUMBERS.format(**parts), **params):
+        names.setdefault(name, {})[label] = _window(
+            bounds[label],
+            numbers,
+            is_sampled,
+            _percentiles(times.get((name, label, True)), wait_max),
+            _percentiles(times.get((name, label, False)), run_max),
+        )
+    empty = {label: _window(bound, [0.0] * len(OUTCOMES), False, None, None) for label, bound in bounds.items()}
+    return _Found(empty, names)
+
+
+def _window(
+    bounds: list[Any],
+    numbers: Sequence[float],
+    is_sampled: bool,
+    wait_ms: Percentiles | None,
+    run_ms: Percentiles | None,
+) -> Window:
+    since, until, seconds = bounds
+    counts = dict(zip(OUTCOMES, map(round, numbers), strict=True))
+    return Window(
+        since=since.astimezone(UTC),
+        until=until.astimezone(UTC),
+        started=sum(counts.values()),
+        **counts,
+        per_second=counts["completed"] / seconds if seconds else 0.0,
+        is_sampled=is_sampled,
+        wait_ms=wait_ms,
+        run_ms=run_ms,
+    )
+
+
+def _percentiles(buckets: tuple[int, ...] | None, most: float | None) -> Percentiles | None:
+    if buckets is None or most is None:
+        return None
+    # the middle of a bucket on the scale by which they are cut, so that it is as far from either end
+    p50, p95, p99 = (min(2 ** ((bucket - 0.5) / BUCKETS) if bucket else 0.5, most) for bucket in buckets)
+    return Percentiles(p50, p95, p99, most)
