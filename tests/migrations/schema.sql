@@ -1161,6 +1161,16 @@ BEGIN
     RETURN v_entry;
 END $_$;
 
+CREATE FUNCTION awa.completed_of_claim(p_slot smallint, p_claim bigint) RETURNS TABLE(n bigint)
+    LANGUAGE sql STABLE ROWS 1
+    AS $$
+    SELECT coalesce(sum(cardinality(x.idx)), 0)
+           + (SELECT count(*) FROM awa.attempt_ends e
+               WHERE e.slot = p_slot AND e.claim_id = p_claim AND e.outcome = 'completed')
+      FROM awa.completions x
+     WHERE x.slot = p_slot AND x.claim_id = p_claim
+$$;
+
 CREATE FUNCTION awa.conclude(p_ids bigint[], p_outcomes text[], p_jobs json[], p_keys bytea[]) RETURNS void
     LANGUAGE plpgsql
     AS $$
@@ -2270,6 +2280,13 @@ BEGIN
     RETURN coalesce(u.states & awa.state_bit(v_state) > 0, false);
 END $$;
 
+CREATE FUNCTION awa.is_member(p_entry_ids bigint[], p_entry bigint) RETURNS boolean
+    LANGUAGE plpgsql IMMUTABLE COST 1000
+    AS $$
+BEGIN
+    RETURN p_entry = ANY (p_entry_ids);
+END $$;
+
 CREATE TABLE awa.grants (
     queue text NOT NULL COLLATE pg_catalog."C",
     scope text NOT NULL COLLATE pg_catalog."C",
@@ -2761,6 +2778,30 @@ CREATE FUNCTION awa.newest_entry(p_id bigint) RETURNS SETOF awa.jobs
     SELECT * FROM awa.jobs t WHERE t.id = p_id ORDER BY t.entry_id DESC LIMIT 1
 $$;
 
+CREATE FUNCTION awa.oldest_available(p_queue text) RETURNS timestamp with time zone
+    LANGUAGE sql STABLE
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET jit TO 'off'
+    AS $$
+    SELECT min(h.available_at)
+      FROM awa.unclaimed_ranges(p_queue) r
+     CROSS JOIN LATERAL (
+           SELECT t.available_at
+             FROM (SELECT j.slot, j.entry_id, j.available_at, row_number() OVER () AS nr
+                     FROM (SELECT j.slot, j.entry_id, j.available_at FROM awa.jobs j
+                            WHERE j.queue = p_queue AND j.lane = r.lane
+                              AND (j.xid, j.entry_id) > (r.lo_xid, r.lo_entry)
+                              AND (j.xid, j.entry_id) < (r.hi_xid, r.hi_entry)
+                              AND pg_visible_in_snapshot(j.xid, r.page_to)
+                            ORDER BY j.xid, j.entry_id LIMIT 1000) j) t
+            WHERE t.nr = 1000
+               OR NOT EXISTS (SELECT FROM awa.attempt_ends e
+                               WHERE e.slot = t.slot AND e.entry_id = t.entry_id OFFSET 0)
+            LIMIT 1) h
+$$;
+
 CREATE FUNCTION awa.open_attempts() RETURNS TABLE(slot smallint, runtime bigint, claim_id bigint, idx smallint, queue text, xid xid8, entry_id bigint)
     LANGUAGE sql STABLE
     AS $$
@@ -3082,6 +3123,199 @@ CREATE FUNCTION awa.purge_queue_v1(p_queue text, p_from jsonb DEFAULT NULL::json
     SET jit TO 'off'
     AS $$
     SELECT s.happened, s.waiting, s.ended, s.go_on FROM awa.clear_step(p_queue, true, NULL, p_from, p_limit) s
+$$;
+
+CREATE FUNCTION awa.queue_counts_v1(p_queues text[] DEFAULT NULL::text[], p_exact integer DEFAULT 10000, p_claims integer DEFAULT 1000, p_pages integer DEFAULT 500) RETURNS TABLE(queue text, state text, n bigint, is_exact boolean)
+    LANGUAGE plpgsql STABLE
+    SET plan_cache_mode TO 'force_custom_plan'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET jit TO 'off'
+    SET max_parallel_workers_per_gather TO '0'
+    AS $_$
+#variable_conflict use_column
+DECLARE
+    v_queues text[] := coalesce(p_queues, ARRAY(SELECT q FROM awa.queue_names() q));
+    v_has_ends smallint[] := ARRAY(SELECT s.slot::smallint FROM generate_series(0, 7) s(slot)
+                                    WHERE EXISTS (SELECT FROM awa.attempt_ends e
+                                                   WHERE e.slot = s.slot AND e.claim_id IS NULL OFFSET 0));
+    v_slots smallint[];
+    v_table text;
+BEGIN
+    FOREACH v_table IN ARRAY ARRAY['waiting_jobs', 'ended_jobs'] LOOP
+        RETURN QUERY EXECUTE replace($q$
+            WITH page AS MATERIALIZED (
+                SELECT * FROM awa.sample_pages($4, $3) p WHERE p.weight > 1
+            ), sampled AS MATERIALIZED (
+                SELECT t.queue, t.state, (sum(t.n) * max(p.weight))::bigint AS guess, count(*) AS pages
+                  FROM page p
+                 CROSS JOIN LATERAL (SELECT t.queue, t.state, count(*) AS n FROM awa.{table} t
+                                      WHERE t.ctid >= p.first AND t.ctid < p.behind GROUP BY 1, 2) t
+                 GROUP BY 1, 2
+            ), wanted AS (
+                SELECT q.queue, s.state, coalesce(t.guess, 0) AS guess,
+                       CASE WHEN NOT EXISTS (SELECT FROM page) THEN NULL
+                            WHEN t.guess >= 4 * $2 AND t.pages >= 8 THEN 0
+                            ELSE $2 + 1 END AS most
+                  FROM unnest($1) q(queue)
+                 CROSS JOIN unnest($5) s(state)
+                  LEFT JOIN sampled t ON t.queue = q.queue AND t.state = s.state
+            )
+            SELECT w.queue, w.state, CASE WHEN c.n = w.most THEN greatest(w.guess, c.n) ELSE c.n END,
+                   (c.n = w.most) IS NOT TRUE
+              FROM wanted w
+             CROSS JOIN LATERAL (SELECT count(*) AS n
+                                   FROM (SELECT FROM awa.{table} t
+                                          WHERE t.queue = w.queue AND t.state = w.state LIMIT w.most) t) c
+             WHERE c.n > 0 OR w.most = 0
+        $q$, '{table}', v_table)
+        USING v_queues, p_exact, p_pages, v_table,
+              CASE v_table WHEN 'waiting_jobs' THEN ARRAY['scheduled', 'available', 'retryable', 'waiting_external']
+                           ELSE ARRAY['failed', 'cancelled'] END;
+    END LOOP;
+    -- Only of segments in which anything is available, if any is large: that may be few of them.
+    SELECT array_agg(s.slot) INTO v_slots
+      FROM (SELECT n::smallint AS slot,
+                   pg_relation_size(to_regclass('awa.jobs_' || n)) / current_setting('block_size')::bigint AS pages
+              FROM generate_series(0, 7) n) s
+    HAVING sum(s.pages) > p_pages;
+    v_slots := ARRAY(
+        SELECT u FROM unnest(v_slots) u
+         WHERE EXISTS (SELECT FROM unnest(v_queues) q(queue)
+                        CROSS JOIN LATERAL awa.unclaimed_ranges(q.queue) r
+                        CROSS JOIN LATERAL (SELECT FROM awa.jobs j
+                                             WHERE j.slot = u AND j.queue = q.queue AND j.lane = r.lane
+                                               AND (j.xid, j.entry_id) > (r.lo_xid, r.lo_entry)
+                                               AND (j.xid, j.entry_id) < (r.hi_xid, r.hi_entry)
+                                             LIMIT 1) j));
+    -- Past the frontiers. Whether an entry has its own end is looked for only in slots in which anything ended so: it
+    -- takes longer than the counting.
+    RETURN QUERY
+        WITH page AS MATERIALIZED (
+            SELECT * FROM awa.sample_pages('jobs', p_pages, v_slots) p WHERE p.weight > 1
+        ), frontier AS MATERIALIZED (
+            SELECT q.queue, f.*
+              FROM unnest(v_queues) q(queue) CROSS JOIN LATERAL unnest(awa.frontier_of(q.queue)) f
+             WHERE EXISTS (SELECT FROM page)
+        ), sampled AS MATERIALIZED (
+            SELECT t.queue, (sum(t.n) * max(p.weight))::bigint AS guess, count(*) AS pages
+              FROM page p
+             CROSS JOIN LATERAL (
+                   SELECT j.queue, count(*) AS n
+                     FROM (SELECT j.slot, j.queue, j.lane, j.xid, j.entry_id FROM awa.jobs j
+                            WHERE j.slot = p.slot AND j.ctid >= p.first AND j.ctid < p.behind AND j.lane > 0 OFFSET 0) j
+                     LEFT JOIN frontier f ON f.queue = j.queue AND f.lane = j.lane
+                    WHERE NOT coalesce(pg_visible_in_snapshot(j.xid, f.page_from), false)
+                      AND NOT coalesce(pg_visible_in_snapshot(j.xid, f.page_to)
+                                       AND (j.xid, j.entry_id) <= (f.last_xid, f.last_entry), false)
+                      AND NOT (j.slot = ANY (v_has_ends)
+                               AND EXISTS (SELECT FROM awa.attempt_ends e
+                                            WHERE e.slot = j.slot AND e.entry_id = j.entry_id OFFSET 0))
+                    GROUP BY 1) t
+             GROUP BY 1
+        ), wanted AS (
+            SELECT q.queue, coalesce(t.guess, 0) AS guess,
+                   CASE WHEN NOT EXISTS (SELECT FROM page) THEN NULL
+                        WHEN t.guess >= 4 * p_exact AND t.pages >= 8 THEN 0
+                        ELSE p_exact + 1 END AS most
+              FROM unnest(v_queues) q(queue)
+              LEFT JOIN sampled t ON t.queue = q.queue
+        )
+        SELECT w.queue, 'available', CASE WHEN c.seen = w.most THEN greatest(w.guess, c.n) ELSE c.n END,
+               (c.seen = w.most) IS NOT TRUE
+          FROM wanted w
+         CROSS JOIN LATERAL (
+               SELECT count(*) AS seen,
+                      count(*) FILTER (WHERE NOT (j.slot = ANY (v_has_ends)
+                                                  AND EXISTS (SELECT FROM awa.attempt_ends e
+                                                               WHERE e.slot = j.slot AND e.entry_id = j.entry_id
+                                                              OFFSET 0))) AS n
+                 FROM (SELECT j.slot, j.entry_id
+                         FROM awa.unclaimed_ranges(w.queue) r
+                        CROSS JOIN LATERAL (
+                              SELECT j.slot, j.entry_id FROM awa.jobs j
+                               WHERE j.queue = w.queue AND j.lane = r.lane
+                                 AND (j.xid, j.entry_id) > (r.lo_xid, r.lo_entry)
+                                 AND (j.xid, j.entry_id) < (r.hi_xid, r.hi_entry)
+                                 AND pg_visible_in_snapshot(j.xid, r.page_to)
+                               LIMIT w.most) j
+                        LIMIT w.most) j) c
+         WHERE c.n > 0 OR c.seen = w.most;
+    -- The members of open claims, without those that are completed or have ended; of as many claims as there may be jobs.
+    RETURN QUERY
+        WITH open AS MATERIALIZED (
+            SELECT c.slot, c.claim_id, c.queue, cardinality(c.entry_ids) AS size FROM awa.open_claims c
+             WHERE c.queue = ANY (v_queues)
+             LIMIT p_exact + 1
+        )
+        SELECT o.queue, 'running', sum(o.size - d.n - e.n)::bigint, (SELECT count(*) FROM open) <= p_exact
+          FROM open o
+         CROSS JOIN LATERAL (SELECT coalesce(sum(cardinality(x.idx)), 0) AS n FROM awa.completions x
+                              WHERE x.slot = o.slot AND x.claim_id = o.claim_id) d
+         CROSS JOIN LATERAL (SELECT count(*) AS n FROM awa.attempt_ends e
+                              WHERE e.slot = o.slot AND e.claim_id = o.claim_id) e
+         GROUP BY o.queue;
+    -- Claim by claim. Of those on the pages only so many are looked into, each standing for some more: a claim may have
+    -- a thousand jobs or one, and a page fifty claims.
+    RETURN QUERY
+        WITH page AS MATERIALIZED (
+            SELECT * FROM awa.sample_pages('claims', p_pages, '{0, 1, 2, 3, 4, 5, 6, 7}')
+        ), claim AS MATERIALIZED (
+            SELECT t.*, t.total / (2 * p_pages) + 1 AS every
+              FROM (SELECT p.first, p.weight, c.slot, c.claim_id, c.queue, row_number() OVER () AS nr,
+                           count(*) OVER () AS total
+                      FROM page p
+                     CROSS JOIN LATERAL (SELECT c.slot, c.claim_id, c.queue FROM awa.claims c
+                                          WHERE c.slot = p.slot AND c.ctid >= p.first AND c.ctid < p.behind OFFSET 0) c
+                   ) t
+        ), sampled AS MATERIALIZED (
+            SELECT c.queue, (sum(d.n) * max(c.weight * c.every))::bigint AS guess,
+                   count(*) * max(c.weight * c.every) AS claims, count(DISTINCT c.first) AS pages
+              FROM claim c
+             CROSS JOIN LATERAL awa.completed_of_claim(c.slot, c.claim_id) d(n)
+             WHERE c.nr % c.every = 0
+             GROUP BY 1
+        ), wanted AS (
+            SELECT q.queue, coalesce(t.guess, 0) AS guess,
+                   CASE WHEN t.claims >= 4 * p_claims AND t.pages >= 8 THEN 0
+                        ELSE p_claims + 1 END AS most
+              FROM unnest(v_queues) q(queue)
+              LEFT JOIN sampled t ON t.queue = q.queue
+        )
+        SELECT w.queue, 'completed', CASE WHEN c.seen = w.most THEN greatest(w.guess, c.n) ELSE c.n END,
+               (c.seen = w.most) IS NOT TRUE
+          FROM wanted w
+         CROSS JOIN LATERAL (
+               SELECT count(*) AS seen, coalesce(sum(d.n), 0)::bigint AS n
+                 FROM (SELECT c.slot, c.claim_id FROM awa.claims c
+                        WHERE c.queue = w.queue ORDER BY c.claim_id DESC LIMIT w.most) c
+                CROSS JOIN LATERAL awa.completed_of_claim(c.slot, c.claim_id) d(n)) c
+         WHERE c.n > 0 OR c.seen = w.most;
+END $_$;
+
+CREATE FUNCTION awa.queue_names() RETURNS SETOF text
+    LANGUAGE sql STABLE ROWS 20
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET jit TO 'off'
+    AS $$
+    WITH RECURSIVE entries AS (
+        (SELECT t.queue FROM awa.jobs t ORDER BY t.queue LIMIT 1)
+        UNION ALL
+        SELECT n.queue FROM entries q
+         CROSS JOIN LATERAL (SELECT t.queue FROM awa.jobs t WHERE t.queue > q.queue ORDER BY t.queue LIMIT 1) n
+    ), waiting AS (
+        (SELECT t.queue FROM awa.waiting_jobs t ORDER BY t.queue LIMIT 1)
+        UNION ALL
+        SELECT n.queue FROM waiting q
+         CROSS JOIN LATERAL (SELECT t.queue FROM awa.waiting_jobs t WHERE t.queue > q.queue ORDER BY t.queue LIMIT 1) n
+    ), ended AS (
+        (SELECT t.queue FROM awa.ended_jobs t ORDER BY t.queue LIMIT 1)
+        UNION ALL
+        SELECT n.queue FROM ended q
+         CROSS JOIN LATERAL (SELECT t.queue FROM awa.ended_jobs t WHERE t.queue > q.queue ORDER BY t.queue LIMIT 1) n
+    )
+    SELECT queue FROM entries UNION SELECT queue FROM waiting UNION SELECT queue FROM ended
 $$;
 
 CREATE FUNCTION awa.release_grants(p_ids bigint[]) RETURNS void
@@ -3530,6 +3764,27 @@ BEGIN
         END IF;
     END LOOP;
     RETURN NULL;
+END $$;
+
+CREATE FUNCTION awa.sample_pages(p_table text, p_pages integer, p_slots smallint[] DEFAULT NULL::smallint[]) RETURNS TABLE(slot smallint, first tid, behind tid, weight bigint)
+    LANGUAGE plpgsql STABLE
+    AS $$
+DECLARE
+    v_sizes bigint[] := ARRAY(
+        SELECT coalesce(pg_relation_size(to_regclass('awa.' || p_table || s.suffix)), 0)
+               / current_setting('block_size')::bigint
+          FROM (SELECT '' AS suffix WHERE p_slots IS NULL
+                 UNION ALL
+                SELECT '_' || u FROM unnest(p_slots) u) s);
+    v_step bigint := greatest((SELECT sum(u) FROM unnest(v_sizes) u) / p_pages, 1);
+BEGIN
+    RETURN QUERY
+        SELECT p_slots[s.n], format('(%s,0)', b.page - s.before)::tid, format('(%s,0)', b.page - s.before + 1)::tid, v_step
+          FROM (SELECT u.size, u.n, (sum(u.size) OVER (ORDER BY u.n))::bigint - u.size AS before
+                  FROM unnest(v_sizes) WITH ORDINALITY u(size, n)) s
+         CROSS JOIN LATERAL (SELECT v_step * g + (hashint8(g) & 2147483647) % v_step AS page
+                               FROM generate_series(s.before / v_step, (s.before + s.size) / v_step) g) b
+         WHERE b.page >= s.before AND b.page < s.before + s.size;
 END $$;
 
 CREATE FUNCTION awa.set_aside(p_queue text, p_slots smallint[], p_lanes smallint[], p_xids xid8[], p_entries bigint[], p_whys text[]) RETURNS boolean
@@ -4187,6 +4442,37 @@ CREATE FUNCTION awa.unclaimed_entries() RETURNS TABLE(slot smallint, queue text,
        AND NOT EXISTS (SELECT FROM loose l WHERE l.slot = j.slot AND l.entry_id = j.entry_id)
 $$;
 
+CREATE FUNCTION awa.unclaimed_ranges(p_queue text) RETURNS TABLE(lane smallint, page_to pg_snapshot, lo_xid xid8, lo_entry bigint, hi_xid xid8, hi_entry bigint)
+    LANGUAGE sql STABLE ROWS 10
+    AS $$
+    WITH walk AS MATERIALIZED (
+        SELECT l.lane::smallint AS lane, coalesce(f.page_from, '1:1:'::pg_snapshot) AS page_from, f.page_to,
+               f.last_xid, f.last_entry
+          FROM (SELECT awa.frontier_of(p_queue) AS frontier OFFSET 0) t
+         CROSS JOIN generate_series(2, 9) l(lane)
+          LEFT JOIN LATERAL (SELECT f.* FROM unnest(t.frontier) f WHERE f.lane = l.lane) f ON true
+    ), page AS MATERIALIZED (
+        SELECT p.*,
+               pg_snapshot_xmin(p.page_from) = pg_snapshot_xmax(p.page_from)
+               AND pg_snapshot_xmin(p.page_to) = pg_snapshot_xmax(p.page_to) AS is_plain
+          FROM (SELECT w.lane, w.page_from, w.page_to, w.last_xid, w.last_entry, true AS is_begun
+                  FROM walk w WHERE w.page_to IS NOT NULL
+                 UNION ALL
+                SELECT w.lane, coalesce(w.page_to, w.page_from), pg_current_snapshot(), '0', 0, false FROM walk w) p
+    )
+    SELECT p.lane, p.page_to,
+           CASE WHEN p.is_begun THEN p.last_xid ELSE pg_snapshot_xmax(p.page_from) END,
+           CASE WHEN p.is_begun THEN p.last_entry ELSE -1 END,
+           pg_snapshot_xmax(p.page_to), -1::bigint
+      FROM page p WHERE p.is_plain
+     UNION ALL
+    SELECT p.lane, p.page_to, u.*
+      FROM page p
+     CROSS JOIN LATERAL awa.page_ranges(p.page_from, p.page_to, p.last_xid, p.last_entry) r
+     CROSS JOIN LATERAL unnest(r.lo_xid, r.lo_entry, r.hi_xid, r.hi_entry) u
+     WHERE NOT p.is_plain
+$$;
+
 CREATE FUNCTION awa.unknown_among(p_ids bigint[]) RETURNS bigint[]
     LANGUAGE plpgsql
     AS $$
@@ -4428,6 +4714,316 @@ CREATE TABLE awa.job_kind_descriptors (
 )
 WITH (fillfactor='50');
 
+CREATE TABLE awa.runtime_instances (
+    id bigint NOT NULL,
+    uuid uuid NOT NULL,
+    hostname text NOT NULL,
+    pid integer NOT NULL,
+    version text NOT NULL,
+    queues json DEFAULT '[]'::json NOT NULL,
+    heartbeat_ms integer NOT NULL,
+    started_at timestamp with time zone DEFAULT now() NOT NULL,
+    last_seen_at timestamp with time zone DEFAULT now() NOT NULL,
+    newest_claim bigint DEFAULT 0 NOT NULL,
+    open_claims bigint[] DEFAULT '{}'::bigint[] NOT NULL,
+    ended_at timestamp with time zone,
+    timeout_ms integer,
+    kind_timeouts json,
+    stale_after_ms integer,
+    queue_descriptor_hashes json,
+    job_kind_descriptor_hashes json,
+    queue_descriptor_set text COLLATE pg_catalog."C",
+    job_kind_descriptor_set text COLLATE pg_catalog."C",
+    snapshot_interval_ms integer,
+    snapshot_at timestamp with time zone,
+    threads integer,
+    busy integer,
+    in_flight json,
+    health json,
+    kinds json,
+    quiet_at timestamp with time zone,
+    quiet_by text,
+    CONSTRAINT runtime_instances_newest_claim_check CHECK ((newest_claim >= 0))
+)
+WITH (fillfactor='50');
+
+CREATE VIEW awa.open_claims AS
+ SELECT c.slot,
+    c.runtime,
+    c.claim_id,
+    c.claimed_at,
+    c.queue,
+    c.lane,
+    c.entry_ids,
+    c.xids
+   FROM (awa.runtime_instances i
+     CROSS JOIN LATERAL (( SELECT t.claim_id,
+            t.runtime,
+            t.claimed_at,
+            t.nonce,
+            t.slot,
+            t.lane,
+            t.queue,
+            t.frontier,
+            t.entry_ids,
+            t.xids,
+            t.singles,
+            t.limits
+           FROM awa.claims t
+          WHERE ((t.runtime = i.id) AND (t.claim_id > i.newest_claim))
+         OFFSET 0)
+        UNION ALL
+         SELECT t.claim_id,
+            t.runtime,
+            t.claimed_at,
+            t.nonce,
+            t.slot,
+            t.lane,
+            t.queue,
+            t.frontier,
+            t.entry_ids,
+            t.xids,
+            t.singles,
+            t.limits
+           FROM (unnest(i.open_claims) o(o)
+             CROSS JOIN LATERAL ( SELECT t_1.claim_id,
+                    t_1.runtime,
+                    t_1.claimed_at,
+                    t_1.nonce,
+                    t_1.slot,
+                    t_1.lane,
+                    t_1.queue,
+                    t_1.frontier,
+                    t_1.entry_ids,
+                    t_1.xids,
+                    t_1.singles,
+                    t_1.limits
+                   FROM awa.claims t_1
+                  WHERE ((t_1.runtime = i.id) AND (t_1.claim_id = o.o) AND (o.o <= i.newest_claim))
+                 OFFSET 0) t)) c)
+  WHERE (i.ended_at IS NULL);
+
+CREATE TABLE awa.waiting_jobs (
+    id bigint DEFAULT nextval('awa.entry_id_seq'::regclass) NOT NULL,
+    seq bigint DEFAULT nextval('awa.entry_id_seq'::regclass) NOT NULL,
+    run_at timestamp with time zone,
+    created_at timestamp with time zone DEFAULT now() NOT NULL,
+    priority smallint DEFAULT 2 NOT NULL,
+    attempt smallint DEFAULT 1 NOT NULL,
+    max_attempts smallint DEFAULT 25 NOT NULL,
+    timeout_ms integer,
+    state text DEFAULT 'scheduled'::text NOT NULL COLLATE pg_catalog."C",
+    waits_for text DEFAULT 'time'::text NOT NULL COLLATE pg_catalog."C",
+    wait_key text COLLATE pg_catalog."C",
+    queue text DEFAULT 'default'::text NOT NULL COLLATE pg_catalog."C",
+    kind text NOT NULL COLLATE pg_catalog."C",
+    args json DEFAULT '{}'::json NOT NULL,
+    metadata json,
+    tags text[] COLLATE pg_catalog."C",
+    concurrency_key text COLLATE pg_catalog."C",
+    ordering_key text COLLATE pg_catalog."C",
+    unique_key bytea,
+    expires_at timestamp with time zone,
+    follow_ups json,
+    history json,
+    parents bigint[],
+    on_parent_failure text COLLATE pg_catalog."C"
+)
+WITH (autovacuum_vacuum_scale_factor='0.01', autovacuum_vacuum_cost_delay='0');
+
+CREATE VIEW awa.job_overview AS
+ SELECT j.id,
+    j.queue,
+    j.kind,
+    j.state,
+    j.priority,
+    j.attempt,
+    j.max_attempts,
+    j.created_at,
+    j.run_at,
+    j.claimed_at,
+    j.ended_at,
+    j.elapsed_ms,
+    j.runtime,
+    r.hostname,
+    r.pid,
+    j.waits_for,
+    (j.error ->> 'type'::text) AS error_type,
+    (j.error ->> 'text'::text) AS error_text,
+    j.expires_at,
+    j.tags,
+    j.concurrency_key,
+    j.ordering_key,
+    j.args
+   FROM (( SELECT w.id,
+            w.queue,
+            w.kind,
+            w.state,
+            w.priority,
+            w.attempt,
+            w.max_attempts,
+            w.created_at,
+                CASE
+                    WHEN isfinite(w.run_at) THEN w.run_at
+                    ELSE NULL::timestamp with time zone
+                END AS run_at,
+            NULL::timestamp with time zone AS claimed_at,
+            NULL::timestamp with time zone AS ended_at,
+            (((w.history -> '-1'::integer) ->> 'elapsed_ms'::text))::integer AS elapsed_ms,
+            (((w.history -> '-1'::integer) ->> 'runtime'::text))::bigint AS runtime,
+            w.waits_for,
+            awa.error_of((w.history -> '-1'::integer)) AS error,
+                CASE
+                    WHEN isfinite(w.expires_at) THEN w.expires_at
+                    ELSE NULL::timestamp with time zone
+                END AS expires_at,
+            COALESCE(w.tags, '{}'::text[]) AS tags,
+            w.concurrency_key,
+            w.ordering_key,
+            w.args
+           FROM awa.waiting_jobs w
+        UNION ALL
+         SELECT e.id,
+            e.queue,
+            e.kind,
+            e.state,
+            e.priority,
+            e.attempt,
+            e.max_attempts,
+            e.created_at,
+            NULL::timestamp with time zone AS run_at,
+            NULL::timestamp with time zone AS claimed_at,
+            e.ended_at,
+            (((e.history -> '-1'::integer) ->> 'elapsed_ms'::text))::integer AS elapsed_ms,
+            (((e.history -> '-1'::integer) ->> 'runtime'::text))::bigint AS runtime,
+            NULL::text AS waits_for,
+            awa.error_of((e.history -> '-1'::integer)) AS error,
+            NULL::timestamp with time zone AS expires_at,
+            COALESCE(e.tags, '{}'::text[]) AS tags,
+            e.concurrency_key,
+            e.ordering_key,
+            e.args
+           FROM awa.ended_jobs e
+        UNION ALL
+         SELECT j_1.id,
+            j_1.queue,
+            j_1.kind,
+            'available'::text AS state,
+            j_1.priority,
+            j_1.attempt,
+            j_1.max_attempts,
+            COALESCE(j_1.created_at, j_1.available_at) AS created_at,
+            NULL::timestamp with time zone AS run_at,
+            NULL::timestamp with time zone AS claimed_at,
+            NULL::timestamp with time zone AS ended_at,
+            (((j_1.history -> '-1'::integer) ->> 'elapsed_ms'::text))::integer AS elapsed_ms,
+            (((j_1.history -> '-1'::integer) ->> 'runtime'::text))::bigint AS runtime,
+            NULL::text AS waits_for,
+            awa.error_of((j_1.history -> '-1'::integer)) AS error,
+                CASE
+                    WHEN isfinite(j_1.expires_at) THEN j_1.expires_at
+                    ELSE NULL::timestamp with time zone
+                END AS expires_at,
+            COALESCE(j_1.tags, '{}'::text[]) AS tags,
+            j_1.concurrency_key,
+            j_1.ordering_key,
+            j_1.args
+           FROM ((awa.queue_names() q(queue)
+             CROSS JOIN LATERAL awa.unclaimed_ranges(q.queue) u(lane, page_to, lo_xid, lo_entry, hi_xid, hi_entry))
+             JOIN awa.jobs j_1 ON (((j_1.queue = q.queue) AND (j_1.lane = u.lane) AND (ROW(j_1.xid, j_1.entry_id) > ROW(u.lo_xid, u.lo_entry)) AND (ROW(j_1.xid, j_1.entry_id) < ROW(u.hi_xid, u.hi_entry)) AND pg_visible_in_snapshot(j_1.xid, u.page_to))))
+          WHERE (NOT (EXISTS ( SELECT
+                   FROM awa.attempt_ends e
+                  WHERE ((e.slot = j_1.slot) AND (e.entry_id = j_1.entry_id)))))
+        UNION ALL
+         SELECT j_1.id,
+            j_1.queue,
+            j_1.kind,
+            'running'::text AS state,
+            j_1.priority,
+            j_1.attempt,
+            j_1.max_attempts,
+            COALESCE(j_1.created_at, j_1.available_at) AS created_at,
+            NULL::timestamp with time zone AS run_at,
+            c.claimed_at,
+            NULL::timestamp with time zone AS ended_at,
+            NULL::integer AS elapsed_ms,
+            c.runtime,
+            NULL::text AS waits_for,
+            awa.error_of((j_1.history -> '-1'::integer)) AS error,
+                CASE
+                    WHEN isfinite(j_1.expires_at) THEN j_1.expires_at
+                    ELSE NULL::timestamp with time zone
+                END AS expires_at,
+            COALESCE(j_1.tags, '{}'::text[]) AS tags,
+            j_1.concurrency_key,
+            j_1.ordering_key,
+            j_1.args
+           FROM ((awa.open_claims c
+             CROSS JOIN LATERAL UNNEST(c.entry_ids, c.xids) WITH ORDINALITY m(entry_id, xid, idx))
+             JOIN awa.jobs j_1 ON (((j_1.slot = c.slot) AND (j_1.queue = c.queue) AND (j_1.lane = c.lane) AND (j_1.xid = m.xid) AND (j_1.entry_id = m.entry_id))))
+          WHERE ((NOT (EXISTS ( SELECT
+                   FROM awa.completions x
+                  WHERE ((x.slot = c.slot) AND (x.claim_id = c.claim_id) AND ((m.idx)::smallint = ANY (x.idx)))))) AND (NOT (EXISTS ( SELECT
+                   FROM awa.attempt_ends e
+                  WHERE ((e.slot = c.slot) AND (e.entry_id = m.entry_id))))))
+        UNION ALL
+         SELECT j_1.id,
+            j_1.queue,
+            j_1.kind,
+            'completed'::text AS state,
+            j_1.priority,
+            j_1.attempt,
+            j_1.max_attempts,
+            COALESCE(j_1.created_at, j_1.available_at) AS created_at,
+            NULL::timestamp with time zone AS run_at,
+            c.claimed_at,
+            x.completed_at AS ended_at,
+            d.elapsed_ms,
+            c.runtime,
+            NULL::text AS waits_for,
+            NULL::json AS error,
+                CASE
+                    WHEN isfinite(j_1.expires_at) THEN j_1.expires_at
+                    ELSE NULL::timestamp with time zone
+                END AS expires_at,
+            COALESCE(j_1.tags, '{}'::text[]) AS tags,
+            j_1.concurrency_key,
+            j_1.ordering_key,
+            j_1.args
+           FROM (((awa.completions x
+             CROSS JOIN LATERAL UNNEST(x.idx, x.elapsed_ms) d(idx, elapsed_ms))
+             JOIN awa.claims c ON (((c.slot = x.slot) AND (c.claim_id = x.claim_id) AND (cardinality(c.entry_ids) >= d.idx))))
+             JOIN awa.jobs j_1 ON (((j_1.slot = c.slot) AND (j_1.queue = c.queue) AND (j_1.lane = c.lane) AND (j_1.xid = c.xids[d.idx]) AND (j_1.entry_id = c.entry_ids[d.idx]) AND awa.is_member(c.entry_ids, j_1.entry_id))))
+        UNION ALL
+         SELECT j_1.id,
+            j_1.queue,
+            j_1.kind,
+            'completed'::text AS state,
+            j_1.priority,
+            j_1.attempt,
+            j_1.max_attempts,
+            COALESCE(j_1.created_at, j_1.available_at) AS created_at,
+            NULL::timestamp with time zone AS run_at,
+            c.claimed_at,
+            e.ended_at,
+            e.elapsed_ms,
+            c.runtime,
+            NULL::text AS waits_for,
+            e.error,
+                CASE
+                    WHEN isfinite(j_1.expires_at) THEN j_1.expires_at
+                    ELSE NULL::timestamp with time zone
+                END AS expires_at,
+            COALESCE(j_1.tags, '{}'::text[]) AS tags,
+            j_1.concurrency_key,
+            j_1.ordering_key,
+            j_1.args
+           FROM ((awa.attempt_ends e
+             JOIN awa.claims c ON (((c.slot = e.slot) AND (c.claim_id = e.claim_id) AND (e.entry_id = ANY (c.entry_ids)))))
+             JOIN awa.jobs j_1 ON (((j_1.slot = c.slot) AND (j_1.queue = c.queue) AND (j_1.lane = c.lane) AND (j_1.entry_id = e.entry_id) AND (j_1.xid = c.xids[array_position(c.entry_ids, e.entry_id)]))))
+          WHERE (e.outcome = 'completed'::text)) j
+     LEFT JOIN awa.runtime_instances r ON ((r.id = j.runtime)));
+
 CREATE TABLE awa.jobs_0 (
     xid xid8 DEFAULT pg_current_xact_id() NOT NULL,
     entry_id bigint DEFAULT nextval('awa.entry_id_seq'::regclass) NOT NULL,
@@ -4462,6 +5058,40 @@ CREATE TABLE awa.leases (
     expires_at timestamp with time zone NOT NULL
 )
 WITH (fillfactor='50');
+
+CREATE VIEW awa.live_runtimes AS
+ SELECT r.id,
+    r.uuid,
+    r.hostname,
+    r.pid,
+    r.version,
+    r.queues,
+    r.heartbeat_ms,
+    r.started_at,
+    r.last_seen_at,
+    r.newest_claim,
+    r.open_claims,
+    r.ended_at,
+    r.timeout_ms,
+    r.kind_timeouts,
+    r.stale_after_ms,
+    r.queue_descriptor_hashes,
+    r.job_kind_descriptor_hashes,
+    r.queue_descriptor_set,
+    r.job_kind_descriptor_set,
+    r.snapshot_interval_ms,
+    r.snapshot_at,
+    r.threads,
+    r.busy,
+    r.in_flight,
+    r.health,
+    r.kinds,
+    r.quiet_at,
+    r.quiet_by
+   FROM awa.runtime_instances r
+  WHERE ((r.ended_at IS NULL) AND (r.last_seen_at >= (clock_timestamp() - ((COALESCE(r.stale_after_ms, 30000))::double precision * '00:00:00.001'::interval))) AND (NOT (EXISTS ( SELECT
+           FROM awa.gone_runtimes g
+          WHERE (g.runtime = r.id)))));
 
 CREATE TABLE awa.origin (
     is_only boolean DEFAULT true NOT NULL,
@@ -4510,45 +5140,76 @@ CREATE TABLE awa.queue_meta (
     CONSTRAINT queue_meta_rate_check CHECK ((rate > (0)::double precision))
 );
 
+CREATE VIEW awa.queue_overview AS
+ WITH counted AS (
+         SELECT c_1.queue,
+            c_1.state,
+            (sum(c_1.n))::bigint AS n,
+            bool_and(c_1.is_exact) AS is_exact
+           FROM awa.queue_counts_v1() c_1(queue, state, n, is_exact)
+          GROUP BY c_1.queue, c_1.state
+        ), counts AS (
+         SELECT c_1.queue,
+            array_agg(c_1.state ORDER BY c_1.state) FILTER (WHERE (NOT c_1.is_exact)) AS estimated,
+            max(c_1.n) FILTER (WHERE (c_1.state = 'scheduled'::text)) AS scheduled,
+            max(c_1.n) FILTER (WHERE (c_1.state = 'available'::text)) AS available,
+            max(c_1.n) FILTER (WHERE (c_1.state = 'running'::text)) AS running,
+            max(c_1.n) FILTER (WHERE (c_1.state = 'retryable'::text)) AS retryable,
+            max(c_1.n) FILTER (WHERE (c_1.state = 'waiting_external'::text)) AS waiting_external,
+            max(c_1.n) FILTER (WHERE (c_1.state = 'completed'::text)) AS completed,
+            max(c_1.n) FILTER (WHERE (c_1.state = 'failed'::text)) AS failed,
+            max(c_1.n) FILTER (WHERE (c_1.state = 'cancelled'::text)) AS cancelled
+           FROM counted c_1
+          GROUP BY c_1.queue
+        ), names AS (
+         SELECT q.q AS queue
+           FROM awa.queue_names() q(q)
+        UNION
+         SELECT m_1.queue
+           FROM awa.queue_meta m_1
+        UNION
+         SELECT d_1.queue
+           FROM awa.queue_descriptors d_1
+        UNION
+         SELECT (s.value ->> 'name'::text)
+           FROM (awa.runtime_instances i
+             CROSS JOIN LATERAL json_array_elements(i.queues) s(value))
+          WHERE ((i.ended_at IS NULL) AND ((s.value ->> 'name'::text) IS NOT NULL))
+        )
+ SELECT n.queue,
+    COALESCE(c.available, (0)::bigint) AS available,
+    COALESCE(c.running, (0)::bigint) AS running,
+    COALESCE(c.scheduled, (0)::bigint) AS scheduled,
+    COALESCE(c.retryable, (0)::bigint) AS retryable,
+    COALESCE(c.waiting_external, (0)::bigint) AS waiting_external,
+    COALESCE(c.failed, (0)::bigint) AS failed,
+    COALESCE(c.cancelled, (0)::bigint) AS cancelled,
+    COALESCE(c.completed, (0)::bigint) AS completed,
+    COALESCE(c.estimated, '{}'::text[]) AS estimated,
+    awa.oldest_available(n.queue) AS oldest_at,
+    m.paused_at,
+    m.paused_by,
+    m.pause_reason,
+    m.max_running,
+    m.rate,
+    m.burst,
+    m.max_running_per_key,
+    d.display_name,
+    d.description,
+    d.owner,
+    d.docs_url,
+    d.tags
+   FROM (((names n
+     LEFT JOIN counts c ON ((c.queue = n.queue)))
+     LEFT JOIN awa.queue_meta m ON ((m.queue = n.queue)))
+     LEFT JOIN awa.queue_descriptors d ON ((d.queue = n.queue)));
+
 CREATE TABLE awa.ring (
     slot smallint NOT NULL,
     opened_at timestamp with time zone,
     sealed_at timestamp with time zone,
     CONSTRAINT ring_slot_check CHECK (((slot >= 0) AND (slot <= 7)))
 );
-
-CREATE TABLE awa.runtime_instances (
-    id bigint NOT NULL,
-    uuid uuid NOT NULL,
-    hostname text NOT NULL,
-    pid integer NOT NULL,
-    version text NOT NULL,
-    queues json DEFAULT '[]'::json NOT NULL,
-    heartbeat_ms integer NOT NULL,
-    started_at timestamp with time zone DEFAULT now() NOT NULL,
-    last_seen_at timestamp with time zone DEFAULT now() NOT NULL,
-    newest_claim bigint DEFAULT 0 NOT NULL,
-    open_claims bigint[] DEFAULT '{}'::bigint[] NOT NULL,
-    ended_at timestamp with time zone,
-    timeout_ms integer,
-    kind_timeouts json,
-    stale_after_ms integer,
-    queue_descriptor_hashes json,
-    job_kind_descriptor_hashes json,
-    queue_descriptor_set text COLLATE pg_catalog."C",
-    job_kind_descriptor_set text COLLATE pg_catalog."C",
-    snapshot_interval_ms integer,
-    snapshot_at timestamp with time zone,
-    threads integer,
-    busy integer,
-    in_flight json,
-    health json,
-    kinds json,
-    quiet_at timestamp with time zone,
-    quiet_by text,
-    CONSTRAINT runtime_instances_newest_claim_check CHECK ((newest_claim >= 0))
-)
-WITH (fillfactor='50');
 
 ALTER TABLE awa.runtime_instances ALTER COLUMN id ADD GENERATED ALWAYS AS IDENTITY (
     SEQUENCE NAME awa.runtime_instances_id_seq
@@ -4559,6 +5220,35 @@ ALTER TABLE awa.runtime_instances ALTER COLUMN id ADD GENERATED ALWAYS AS IDENTI
     CACHE 1
 );
 
+CREATE VIEW awa.runtime_overview AS
+ SELECT i.id,
+    i.hostname,
+    i.pid,
+    i.version,
+        CASE
+            WHEN (g.runtime IS NOT NULL) THEN 'gone'::text
+            WHEN (i.ended_at IS NOT NULL) THEN 'ended'::text
+            WHEN (i.last_seen_at < (clock_timestamp() - ((COALESCE(i.stale_after_ms, 30000))::double precision * '00:00:00.001'::interval))) THEN 'stale'::text
+            ELSE 'live'::text
+        END AS state,
+    i.started_at,
+    i.last_seen_at,
+    i.ended_at,
+    i.threads,
+    i.busy,
+    i.quiet_at,
+    i.quiet_by,
+    (EXISTS ( SELECT
+           FROM awa.leases l
+          WHERE ((l.name = 'maintenance'::text) AND (l.runtime = i.id) AND (l.expires_at > clock_timestamp())))) AS is_leader,
+    ARRAY( SELECT (s.value ->> 'name'::text)
+           FROM json_array_elements(i.queues) s(value)) AS queues,
+    i.in_flight,
+    i.health,
+    i.snapshot_at
+   FROM (awa.runtime_instances i
+     LEFT JOIN awa.gone_runtimes g ON ((g.runtime = i.id)));
+
 CREATE TABLE awa.schema_migrations (
     version integer NOT NULL,
     name text NOT NULL,
@@ -4566,33 +5256,50 @@ CREATE TABLE awa.schema_migrations (
     applied_at timestamp with time zone DEFAULT now() NOT NULL
 );
 
-CREATE TABLE awa.waiting_jobs (
-    id bigint DEFAULT nextval('awa.entry_id_seq'::regclass) NOT NULL,
-    seq bigint DEFAULT nextval('awa.entry_id_seq'::regclass) NOT NULL,
-    run_at timestamp with time zone,
-    created_at timestamp with time zone DEFAULT now() NOT NULL,
-    priority smallint DEFAULT 2 NOT NULL,
-    attempt smallint DEFAULT 1 NOT NULL,
-    max_attempts smallint DEFAULT 25 NOT NULL,
-    timeout_ms integer,
-    state text DEFAULT 'scheduled'::text NOT NULL COLLATE pg_catalog."C",
-    waits_for text DEFAULT 'time'::text NOT NULL COLLATE pg_catalog."C",
-    wait_key text COLLATE pg_catalog."C",
-    queue text DEFAULT 'default'::text NOT NULL COLLATE pg_catalog."C",
-    kind text NOT NULL COLLATE pg_catalog."C",
-    args json DEFAULT '{}'::json NOT NULL,
-    metadata json,
-    tags text[] COLLATE pg_catalog."C",
-    concurrency_key text COLLATE pg_catalog."C",
-    ordering_key text COLLATE pg_catalog."C",
-    unique_key bytea,
-    expires_at timestamp with time zone,
-    follow_ups json,
-    history json,
-    parents bigint[],
-    on_parent_failure text COLLATE pg_catalog."C"
+CREATE TABLE awa.statistics (
+    step text NOT NULL COLLATE pg_catalog."C",
+    subject text NOT NULL COLLATE pg_catalog."C",
+    starts_at timestamp with time zone NOT NULL,
+    name text NOT NULL COLLATE pg_catalog."C",
+    completed double precision NOT NULL,
+    retried double precision NOT NULL,
+    snoozed double precision NOT NULL,
+    failed double precision NOT NULL,
+    cancelled double precision NOT NULL,
+    rescued double precision NOT NULL,
+    is_sampled boolean NOT NULL,
+    wait_max_ms double precision,
+    run_max_ms double precision,
+    wait_buckets smallint[],
+    waits double precision[],
+    run_buckets smallint[],
+    runs double precision[]
 )
-WITH (autovacuum_vacuum_scale_factor='0.01', autovacuum_vacuum_cost_delay='0');
+WITH (fillfactor='50');
+
+CREATE TABLE awa.statistics_claims (
+    claim_id bigint NOT NULL,
+    slot smallint NOT NULL,
+    queue text NOT NULL COLLATE pg_catalog."C",
+    left_open integer NOT NULL,
+    flushes bigint[] NOT NULL,
+    entry_ids bigint[] NOT NULL
+)
+WITH (fillfactor='50');
+
+CREATE TABLE awa.statistics_progress (
+    is_only boolean DEFAULT true NOT NULL,
+    began_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
+    reached_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
+    CONSTRAINT statistics_progress_is_only_check CHECK (is_only)
+)
+WITH (fillfactor='50');
+
+CREATE TABLE awa.statistics_queues (
+    queue text NOT NULL COLLATE pg_catalog."C",
+    claim_id bigint NOT NULL
+)
+WITH (fillfactor='50');
 
 ALTER TABLE ONLY awa.attempt_ends ATTACH PARTITION awa.attempt_ends_0 FOR VALUES IN ('0');
 
@@ -4668,6 +5375,18 @@ ALTER TABLE ONLY awa.runtime_instances
 ALTER TABLE ONLY awa.schema_migrations
     ADD CONSTRAINT schema_migrations_pkey PRIMARY KEY (version);
 
+ALTER TABLE ONLY awa.statistics_claims
+    ADD CONSTRAINT statistics_claims_pkey PRIMARY KEY (claim_id);
+
+ALTER TABLE ONLY awa.statistics
+    ADD CONSTRAINT statistics_pkey PRIMARY KEY (step, subject, starts_at, name);
+
+ALTER TABLE ONLY awa.statistics_progress
+    ADD CONSTRAINT statistics_progress_pkey PRIMARY KEY (is_only);
+
+ALTER TABLE ONLY awa.statistics_queues
+    ADD CONSTRAINT statistics_queues_pkey PRIMARY KEY (queue);
+
 ALTER TABLE awa.waiting_jobs
     ADD CONSTRAINT waiting_jobs_history_is_readable CHECK (((history IS NULL) OR ((json_typeof(history) = 'array'::text) AND (((history -> '-1'::integer) ->> 'outcome'::text) <> ''::text)))) NOT VALID;
 
@@ -4709,6 +5428,8 @@ CREATE INDEX ended_jobs_dead ON awa.ended_jobs USING btree (ended_at) WHERE (dea
 
 CREATE INDEX ended_jobs_ended ON awa.ended_jobs USING btree (ended_at) WHERE (dead_reason IS NULL);
 
+CREATE INDEX ended_jobs_follows ON awa.ended_jobs USING btree (((follow_ups ->> 'of'::text))) WHERE ((follow_ups ->> 'of'::text) IS NOT NULL);
+
 CREATE INDEX ended_jobs_state ON awa.ended_jobs USING btree (queue, state, ended_at, id);
 
 CREATE INDEX grants_claim ON awa.grants USING btree (queue, claim_id);
@@ -4728,6 +5449,8 @@ CREATE INDEX runtime_instances_living ON awa.runtime_instances USING btree (id) 
 CREATE INDEX waiting_jobs_due ON awa.waiting_jobs USING btree (run_at) WHERE (waits_for = 'time'::text);
 
 CREATE INDEX waiting_jobs_expires ON awa.waiting_jobs USING btree (expires_at) WHERE (expires_at IS NOT NULL);
+
+CREATE INDEX waiting_jobs_follows ON awa.waiting_jobs USING btree (((follow_ups ->> 'of'::text))) WHERE ((follow_ups ->> 'of'::text) IS NOT NULL);
 
 CREATE INDEX waiting_jobs_key ON awa.waiting_jobs USING btree (queue, waits_for, wait_key, seq) WHERE (waits_for = ANY (ARRAY['key'::text, 'order'::text]));
 
