@@ -39,7 +39,13 @@ def start(timeout: float, is_json: bool) -> None:
 
 
 @db.command()
-@click.option("--mode", type=click.Choice(["smart", "fast", "immediate"]), default="fast", show_default=True)
+@click.option(
+    "--mode",
+    type=click.Choice(["smart", "fast", "immediate"]),
+    default="fast",
+    show_default=True,
+    help="Wait until nobody is connected, end connections, or crash.",
+)
 @click.option("--timeout", default=60.0, show_default=True, help="Longest wait in seconds.")
 def stop(mode: StopMode, timeout: float) -> None:
     """End it; its data stays."""

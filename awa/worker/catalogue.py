@@ -10,9 +10,7 @@ from awa.errors import ConfigError
 from awa.registry import Registry
 from awa.storage import descriptors
 from awa.storage.schema import Schema
-
-INTERVAL = 10.0
-"""Seconds between two rounds."""
+from awa.worker import report
 
 
 class Catalogue:
@@ -58,7 +56,7 @@ class Catalogue:
             self._schema,
             queues=self._queues,
             kinds=self._kinds,
-            interval=INTERVAL,
+            interval=report.SNAPSHOT_INTERVAL,
             is_start=not self._has_started,
         )
         self._has_started = True

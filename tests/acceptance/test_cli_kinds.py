@@ -114,8 +114,8 @@ def test_kinds_are_listed_and_shown(run: Run, described: awa.Client, roles: Call
 def test_queues_are_shown_with_what_drifts_and_what_nobody_declares(run: Run, described: awa.Client) -> None:
     lines = [line.split() for line in run("queue", "list").stdout.splitlines()]
     assert lines[1:] == [
-        ["mail", "open", *"0000000", "-", "Mail", "ada", "eu,", "prod", "drift"],
-        ["old", "open", *"0000000", "-", "-", "ada", "-", "stale"],
+        ["mail", "open", *"00000", "-", *"00", "-", "Mail", "ada", "eu,", "prod", "drift"],
+        ["old", "open", *"00000", "-", *"00", "-", "-", "ada", "-", "stale"],
     ]
     told = facts(run("queue", "show", "mail"))
     assert (told["display name"], told["owner"], told["tags"]) == ("Mail", "ada", "eu, prod")

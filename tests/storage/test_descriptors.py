@@ -362,7 +362,7 @@ def test_jobs_never_need_the_catalogue(conn: Conn, roles: Callable[[str], str], 
 
         runtime = runtimes.register(
             worker, AWA, uuid=uuid.uuid4(), hostname="h", pid=1, version="", queues="[]", heartbeat=5.0,
-            timeout=1.0, kind_timeouts="{}",
+            stale_after=30.0, timeout=1.0, kind_timeouts="{}", snapshot_interval=10.0, threads=1, kinds="[]",
         )  # fmt: skip
         ids = insert(worker, *range(6))
         members = claim(worker, runtime, limit=5).members

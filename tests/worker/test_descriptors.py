@@ -13,7 +13,7 @@ import pytest
 
 import awa
 from awa.admin import DescriptorInfo
-from awa.worker import catalogue
+from awa.worker import report
 from tests.fixtures.db import wait_until
 from tests.fixtures.jobs import StartWorker, ended, fence
 from tests.storage.test_descriptors import take_away
@@ -51,7 +51,7 @@ def of_queue(client: awa.Client, name: str = "mail") -> DescriptorInfo:
 def test_a_worker_describes_what_it_serves_before_its_first_claim_and_goes_on(
     database: str, conn: Conn, start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(catalogue, "INTERVAL", 0.2)
+    monkeypatch.setattr(report, "SNAPSHOT_INTERVAL", 0.2)
     with version(database, "ada") as client:
         worker = start_worker(client, queues=["mail", "unsaid"])
         info = client.admin.get_queue("mail")
@@ -86,7 +86,10 @@ def test_a_worker_describes_what_it_serves_before_its_first_claim_and_goes_on(
 def test_versions_that_live_at_once_differ_and_the_one_that_started_last_is_shown(
     database: str, conn: Conn, start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(catalogue, "INTERVAL", 1.0)  # a machine that is busy for three of these would change the end
+    # a machine that is busy for three of these would change the end
+    monkeypatch.setattr(
+        report, "SNAPSHOT_INTERVAL", 1.0
+    )  # a machine that is busy for three of these would change the end
     with version(database, "old") as before, version(database, "new") as after:
         old = [start_worker(before, queues=["mail", "reports"]) for _ in range(2)]
         new = start_worker(after, queues=["mail"])
@@ -115,7 +118,7 @@ def test_a_worker_goes_on_without_the_catalogue(
     caplog: pytest.LogCaptureFixture,
     how: str,
 ) -> None:
-    monkeypatch.setattr(catalogue, "INTERVAL", 0.1)
+    monkeypatch.setattr(report, "SNAPSHOT_INTERVAL", 0.1)
     url = roles("worker")
     with version(url, "ada") as client:
         worker = start_worker(client, queues=["mail", "reports"], heartbeat=0.1, poll_interval=0.1)
