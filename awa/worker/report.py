@@ -26,9 +26,10 @@ from psycopg import Connection
 from awa.errors import QueueBusy
 from awa.limits import Limits
 from awa.storage import runtimes
-from awa.storage.connection import ANSWER_WITHIN, OwnConnection, connect
+from awa.storage.connection import ANSWER_WITHIN, OwnConnection
 from awa.storage.queue_control import declare_queue
 from awa.storage.schema import Schema
+from awa.storage.trust import connect_trusted
 from awa.worker.service import Service, first_line
 from awa.worker.vitals import Health
 
@@ -119,6 +120,7 @@ class Report(Service):
 
         Raises:
             DatabaseNotFound: The database does not answer. Of what else is told a failure is logged, and tried again.
+            StorageNotTrusted: The schema's rows belong to another cluster.
         """
         try:
             self._declare(self._connected())
@@ -176,7 +178,7 @@ class Report(Service):
 
     def _connected(self) -> OwnConnection:
         if self._connection is None or self._connection.closed:
-            self._connection = connect(self._conninfo, name="report")
+            self._connection = connect_trusted(self._conninfo, self._schema, name="report")
         return self._connection
 
     def stop(self, timeout: float) -> bool:
