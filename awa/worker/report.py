@@ -26,9 +26,10 @@ from psycopg import Connection
 from awa.errors import QueueBusy
 from awa.limits import Limits
 from awa.storage import runtimes
-from awa.storage.connection import OwnConnection, connect
+from awa.storage.connection import ANSWER_WITHIN, OwnConnection
 from awa.storage.queue_control import declare_queue
 from awa.storage.schema import Schema
+from awa.storage.trust import connect_trusted
 from awa.worker.service import Service, first_line
 from awa.worker.vitals import Health
 
@@ -49,8 +50,8 @@ DRAINING_INTERVAL = 1.0
 AGAIN = 1.0
 """Seconds until what was in the way of claims is tried again."""
 
-ANSWER_WITHIN = 5.0
-"""Seconds that a statement may take; no start waits longer for what can be told later."""
+START_WITHIN = 5.0
+"""Seconds that a statement of a teller may take at the start, which does not wait for what can be told later."""
 
 STOP_WITHIN = 1.0
 """Seconds that a stop waits for a tick that is under way, of which nothing is needed any more."""
@@ -119,16 +120,20 @@ class Report(Service):
 
         Raises:
             DatabaseNotFound: The database does not answer. Of what else is told a failure is logged, and tried again.
+            StorageNotTrusted: The schema's rows belong to another cluster.
         """
         try:
             self._declare(self._connected())
         except BaseException:
             self.close()
             raise
+        connection = self._connected()
+        connection.answer_within = START_WITHIN
         try:
-            self._tell(self._connected())
+            self._tell(connection)
         except Exception as error:
             log.warning("not all could be told of this worker: %s: %s", type(error).__name__, first_line(error))
+        connection.answer_within = ANSWER_WITHIN
         self._due = time.monotonic() + FIRST_AFTER
 
     def step(self) -> float:
@@ -173,7 +178,7 @@ class Report(Service):
 
     def _connected(self) -> OwnConnection:
         if self._connection is None or self._connection.closed:
-            self._connection = connect(self._conninfo, name="report", answer_within=ANSWER_WITHIN)
+            self._connection = connect_trusted(self._conninfo, self._schema, name="report")
         return self._connection
 
     def stop(self, timeout: float) -> bool:

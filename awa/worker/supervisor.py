@@ -322,7 +322,6 @@ class Worker:
         )
         self._services = [
             self._heartbeat,
-            self._report,
             Maintenance(
                 conninfo=listening,
                 schema=schema,
@@ -360,6 +359,7 @@ class Worker:
                 replace=self._replace,
                 on_fatal=self._give_up,
             ),
+            self._report,
         ]
 
     def _register_anew(self) -> None:

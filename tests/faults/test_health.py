@@ -35,7 +35,7 @@ from tests.fixtures.jobs import StartWorker, WorkerProcesses, count, in_state
 
 Conn = psycopg.Connection[Any]
 
-LOOPS = ("claimer", "heartbeat", "maintenance", "watch")
+LOOPS = ("claimer", "heartbeat", "maintenance", "watch", "report")
 
 
 def free_port() -> int:

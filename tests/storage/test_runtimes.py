@@ -14,6 +14,7 @@ import awa
 from awa import RuntimeNotFound, ValidationError
 from awa.storage import runtimes
 from awa.storage.runtime_control import MOST_ENDED, ServedQueue
+from awa.worker.maintenance.retention import Retention
 from tests.fixtures.db import wait_until
 from tests.storage.engine import AWA, Conn, claim, insert, scalar
 
@@ -252,3 +253,12 @@ def test_who_ended_long_ago_is_deleted_once_no_claim_tells_of_it(conn: Conn, cli
     with pytest.raises(psycopg.Error) as caught:
         claim(conn, ended[0])
     assert caught.value.sqlstate == "AWA01"
+
+
+def test_the_leader_keeps_who_ended_for_as_long_as_jobs_may_tell_of_it(conn: Conn) -> None:
+    number = register(conn)
+    runtimes.leave(conn, AWA, number, newest_claim=0)
+    conn.execute("UPDATE awa.runtime_instances SET ended_at = now() - interval '2 h'")
+    for completed, failed, left in ((10_000.0, 60.0, 1), (60.0, 10_000.0, 1), (60.0, 60.0, 0)):
+        Retention(AWA, completed=completed, failed=failed, dead=60.0).run(conn, 0.0)
+        assert scalar(conn, "SELECT count(*) FROM awa.runtime_instances") == left

@@ -42,7 +42,8 @@ HIDE_A_JOB = (
 
 OURS = """
     SELECT pid FROM pg_stat_activity
-     WHERE datname = current_database() AND application_name IN ('awa worker', 'awa maintenance', 'awa heartbeat')
+     WHERE datname = current_database()
+       AND application_name IN ('awa worker', 'awa maintenance', 'awa heartbeat', 'awa report')
 """
 
 TABLES = ("claims", "completions", "attempt_ends", "waiting_jobs", "runtime_instances", "leases")
@@ -56,7 +57,7 @@ def books(conn: Conn) -> list[object]:
 def disconnect(conn: Conn) -> list[object]:
     """End every connection of a worker; what was written when the last was gone."""
     gone = {row[0] for row in conn.execute(OURS).fetchall()}
-    for name in ("worker", "maintenance", "heartbeat"):
+    for name in ("worker", "maintenance", "heartbeat", "report"):
         assert terminate(conn, name) == 1
     wait_until(lambda: not gone & {row[0] for row in conn.execute(OURS).fetchall()})
     return books(conn)
@@ -107,7 +108,7 @@ def test_it_ends_when_it_reconnects_to_an_untrusted_copy(
     if is_in_doubt:
         conn.execute("INSERT INTO awa.jobs (kind, args) VALUES ('work', '{\"seconds\": 1.0}')")
         wait_until(lambda: count(conn, "SELECT count(*) FROM awa.claims WHERE entry_ids <> '{}'"), timeout=15.0)
-    wait_until(lambda: len(conn.execute(OURS).fetchall()) == 3, timeout=15.0)
+    wait_until(lambda: len(conn.execute(OURS).fetchall()) == 4, timeout=15.0)
     become_a_copy(conn)
     before = disconnect(conn)
     assert process.wait(30.0) == 4, process.stderr
