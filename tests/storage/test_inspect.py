@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import fields
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -550,6 +551,10 @@ def test_every_look_agrees_with_what_is_stored(
                 for name in ("claimed_at", "elapsed_ms", "runtime", "hostname", "pid", "error"):
                     assert getattr(job, name) == getattr(same, name), (name, job)
     assert all(admin.queue_counts(name)[name] == counts[name] for name in counts)
+    for id_ in workload.random.sample(sorted(stored), 20):
+        details = admin.job_details(id_)
+        assert all(getattr(details, field.name) == getattr(stored[id_], field.name) for field in fields(JobInfo))
+        assert len([one for one in details.attempts if one.outcome is None]) == (details.state == JobState.RUNNING)
     viewed = conn.execute("SELECT id, state, queue, attempt, ended_at FROM awa.job_overview").fetchall()
     assert sorted(viewed) == sorted(
         (job.id, job.state, job.queue, job.attempt, job.ended_at) for job in stored.values()
