@@ -527,11 +527,9 @@ def test_every_look_agrees_with_what_is_stored(
         whole = [job.id for job in listed_jobs]
         assert len(whole) == len(set(whole))
         assert set(whole) == expected_ids
-        for limit in (3, 7):
-            assert listed(admin, wanted, limit=limit) == whole
+        assert listed(admin, wanted, limit=11) == whole  # pages of few are those of all states, above
         mine_in_order = [id_ for id_ in whole if id_ in some]
-        for limit in (5, 1000):
-            assert listed(admin, wanted, limit=limit, ids=some) == mine_in_order
+        assert listed(admin, wanted, ids=some) == mine_in_order
         for name in counts:
             assert listed(admin, wanted, ids=some, queue=name, kind="new") == [
                 id_ for id_ in mine_in_order if (stored[id_].queue, stored[id_].kind) == (name, "new")
