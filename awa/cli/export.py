@@ -45,7 +45,8 @@ def csv_head() -> str:
 
 
 def _cell(value: Any) -> Any:
-    return value if value is None or isinstance(value, (str, int)) else json.dumps(value, ensure_ascii=False)
+    is_plain = value is None or (isinstance(value, (str, int)) and not isinstance(value, bool))
+    return value if is_plain else json.dumps(value, ensure_ascii=False)
 
 
 @contextmanager
@@ -64,7 +65,8 @@ def written(output: Path | None) -> Iterator[Write]:
         return
     part = output.with_name(output.name + ".part")
     try:
-        with part.open("w", encoding="utf-8", newline="") as file:
+        # half a character, which JSON can hold, is written as JSON does
+        with part.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
             yield lambda lines: _write(file, lines)
             file.flush()
             os.fsync(file.fileno())

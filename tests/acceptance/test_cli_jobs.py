@@ -230,6 +230,23 @@ def test_an_export_has_every_job_that_fits(run: Run, five: list[awa.Inserted], t
     assert [path.name for path in tmp_path.iterdir()] == ["jobs.csv"]
 
 
+@pytest.mark.parametrize("form", ["jsonl", "csv"])
+def test_an_export_holds_whatever_is_stored(run: Run, conn: Conn, tmp_path: Path, form: str) -> None:
+    conn.execute(
+        "INSERT INTO awa.jobs (queue, kind, args, metadata) VALUES (%s, 'k', %s, 'true')", (ODD, '{"a": "\\ud800, é"}')
+    )
+    out = tmp_path / "jobs"
+    assert run("export", "--format", form, "--output", out).exit_code == 0
+    with out.open(encoding="utf-8", newline="") as file:
+        if form == "csv":
+            [row] = csv.DictReader(file)
+            found = [row["queue"], *(json.loads(row[name]) for name in ("args", "metadata"))]
+        else:
+            [row] = map(json.loads, file)
+            found = [row["queue"], row["args"], row["metadata"]]
+    assert found == [ODD, {"a": "\ud800, é"}, True]
+
+
 def test_an_export_that_breaks_off_leaves_what_was_there(
     run: Run, five: list[awa.Inserted], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
