@@ -47,7 +47,6 @@ _LOOKS = re.compile(
 )
 _SERVES = re.compile(r"(\w+=\S+ )*(python -m awa\.worker|flask awa worker|flask run)\b|.*&$")
 _IS_UP = re.compile(r"worker \d+ runs |Running on ")
-_PRIVATE = re.compile(r"^awa: no database was named|^\$ .*\(awa db ", re.MULTILINE)
 _ASKS = "[y/N]: "
 _MASKS = [
     (re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(\.\d+Z|[+-]\d\d:\d\d)"), "TIME"),
@@ -92,6 +91,12 @@ def read_blocks(page: Path) -> Iterator[Block]:
         yield Block(found[1], text.count("\n", 0, found.start(2)) + 1, found[2])
 
 
+def uses_private_server(page: Path) -> bool:
+    """Whether commands of *page* start a server: then no other is named to them."""
+    text = page.read_text(encoding="utf-8")
+    return re.search(r"^awa: no database was named|^\$ .*\(awa db ", text, re.MULTILINE) is not None
+
+
 def read_commands(block: Block) -> Iterator[tuple[int, str, str]]:
     """The commands of a console: the line of each, its text, what it is to print."""
     for found in re.finditer(r"^\$ (.*\n(?:> .*\n)*)((?:(?!\$ ).*\n)*)", block.text, re.MULTILINE):
@@ -130,7 +135,7 @@ class Console:
     def __init__(self, *, is_private: bool) -> None:
         """
         Args:
-            is_private: Whether the page is about the private server: then no other is named.
+            is_private: Whether no database is named to the commands, so that they use the private server.
         """
         self.home = Path(tempfile.mkdtemp(prefix="awa-page-"))  # the private server's sockets want a short path
         self.home.chmod(0o755)
@@ -171,7 +176,7 @@ class Console:
             if time.monotonic() > give_up_at:
                 self._wrong.append(f"{place}: {command}\nprinted\n{got}\nnot\n{expected}")
                 return
-            time.sleep(0.3)
+            time.sleep(0.5)
 
     def _ask(self, command: str, expected: str) -> str:
         if _ASKS in expected:
@@ -303,7 +308,7 @@ def run(page: Path) -> None:
             elif block.language == "pycon":
                 names = converse(page, block, names)
             elif block.language == "console":
-                console = console or Console(is_private=_PRIVATE.search(text) is not None)
+                console = console or Console(is_private=uses_private_server(page))
                 for line, command, expected in read_commands(block):
                     console.run(f"{page}:{line}", command, expected)
             elif block.language == "sql":

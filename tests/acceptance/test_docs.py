@@ -18,17 +18,24 @@ from awa.cli import main as awa_command
 from awa.config import Settings
 from awa.worker.__main__ import main as worker_command
 from tests.acceptance import run_page
-from tests.acceptance.run_page import LANGUAGES, read_blocks
+from tests.acceptance.run_page import LANGUAGES, read_blocks, uses_private_server
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+RUNNING = [
+    pytest.param(page, marks=pytest.mark.slow if uses_private_server(page) else (), id=page.name)
+    for page in PAGES
+    if any(block.language != "text" and not block.not_run for block in read_blocks(page))
+]
 
 
 def environment(database: str) -> dict[str, str]:
     return os.environ | {"AWA_DATABASE_URL": database, "DATABASE_URL": database}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", RUNNING)
 def test_every_code_block_runs(page: Path, database: str, tmp_path: Path) -> None:
     if re.search(r"^\$ curl ", page.read_text(encoding="utf-8"), re.MULTILINE) and not shutil.which("curl"):
         pytest.skip("this page calls curl")
