@@ -86,7 +86,8 @@ _OPEN_CLAIMS = """
 
 def _bucket(ms: str) -> str:
     # a little more, so that no power of two is rounded below itself
-    return f"(CASE WHEN {ms} < 1 THEN 0 ELSE 1 + floor(ln({ms}) * {BUCKETS} / ln(2::float8) + 1e-9) END)::smallint"
+    bucket = f"least(1 + floor(ln({ms}) * {BUCKETS} / ln(2::float8) + 1e-9), 255)"
+    return f"(CASE WHEN {ms} < 1 THEN 0 ELSE {bucket} END)::smallint"
 
 
 def _sum(buckets: str, numbers: str) -> str:
@@ -388,56 +389,74 @@ class Statistics:
 # A span that begins within a step begins with the next one. Lengths are seconds: an interval of 24 hours would come as
 # one of a day, which is another when the clocks of the session's zone change.
 _WINDOWS = """
-    SELECT w.label, w.step,
+    SELECT w.n::integer AS n, w.step,
            date_trunc(w.step, t.now - interval '1 s' * w.length, 'UTC') + ('1 ' || w.step)::interval AS since,
            t.now AS until
       FROM (SELECT coalesce(%(now)s::timestamptz, clock_timestamp()) AS now OFFSET 0) t
-     CROSS JOIN unnest(%(labels)s::text[], %(steps)s::text[], %(lengths)s::float8[]) w(label, step, length)
+     CROSS JOIN unnest(%(steps)s::text[], %(lengths)s::float8[]) WITH ORDINALITY w(step, length, n)
 """
 
 _POINTS = """
-    SELECT g::text AS label, %(step)s::text AS step, g AS since, least(g + ('1 ' || %(step)s)::interval, t.now) AS until
+    SELECT g.n::integer AS n, %(step)s::text AS step, g.at AS since,
+           least(g.at + ('1 ' || %(step)s)::interval, t.now) AS until
       FROM (SELECT coalesce(%(now)s::timestamptz, clock_timestamp()) AS now OFFSET 0) t
      CROSS JOIN LATERAL (SELECT t.now - interval '1 s' * %(kept)s::float8 AS first) k
      CROSS JOIN generate_series(date_trunc(%(step)s, greatest(%(since)s::timestamptz, k.first), 'UTC'), t.now,
-                                ('1 ' || %(step)s)::interval) g
+                                ('1 ' || %(step)s)::interval) WITH ORDINALITY g(at, n)
 """
 
 # Not those that were over when gathering began. The seconds are those of which something is known.
 LIST_SPANS = """
-    SELECT s.label, s.since, greatest(s.since, least(s.until, p.reached_at)),
+    SELECT s.n, s.since, greatest(s.since, least(s.until, p.reached_at)),
            greatest(extract(epoch FROM least(s.until, p.reached_at) - greatest(s.since, p.began_at))::float8, 0)
       FROM ({spans}) s CROSS JOIN awa.statistics_progress p
      WHERE s.until > p.began_at
-     ORDER BY s.since, s.label
+     ORDER BY s.n
 """
 
 _FOUND = """
-    SELECT s.label, t.*
+    SELECT s.n AS span, t.*
       FROM ({spans}) s
      CROSS JOIN LATERAL (SELECT * FROM awa.statistics t
-                          WHERE t.step = s.step AND t.subject = %(by)s AND t.starts_at {when} {name}) t
+                          WHERE t.step = s.step AND t.subject = %(by)s AND t.starts_at {when} {name} OFFSET 0) t
 """
 
 READ_NUMBERS = f"""
-    SELECT f.name, f.label, {", ".join(f"sum(f.{one})" for one in OUTCOMES)}, bool_or(f.is_sampled),
+    SELECT f.name, f.span, {", ".join(f"sum(f.{one})" for one in OUTCOMES)}, bool_or(f.is_sampled),
            max(f.wait_max_ms), max(f.run_max_ms)
       FROM ({_FOUND}) f
      GROUP BY 1, 2
 """
 
+# Hundreds of thousands of buckets may have to be added up: they are unpacked where columns are listed, since a function
+# in FROM keeps what it gives, and hashed by one number, not by a name, a span and a bucket, nor sorted.
+HASHED = "SELECT set_config('enable_sort', 'off', true), set_config('work_mem', '32MB', true)"
+
 READ_TIMES = f"""
-    SELECT r.name, r.label, r.is_wait, min(r.bucket) FILTER (WHERE r.upto >= r.total * 0.5),
-           min(r.bucket) FILTER (WHERE r.upto >= r.total * 0.95), min(r.bucket) FILTER (WHERE r.upto >= r.total * 0.99)
-      FROM (SELECT b.*, sum(b.n) OVER (PARTITION BY b.name, b.label, b.is_wait ORDER BY b.bucket) AS upto,
-                   sum(b.n) OVER (PARTITION BY b.name, b.label, b.is_wait) AS total
-              FROM (SELECT f.name, f.label, v.is_wait, u.bucket, sum(u.n) AS n
-                      FROM ({_FOUND}) f
-                     CROSS JOIN LATERAL (VALUES (true, f.wait_buckets, f.waits),
-                                                (false, f.run_buckets, f.runs)) v(is_wait, buckets, numbers)
-                     CROSS JOIN LATERAL unnest(v.buckets, v.numbers) u(bucket, n)
-                     GROUP BY 1, 2, 3, 4) b) r
-     GROUP BY 1, 2, 3
+    WITH found AS MATERIALIZED ({_FOUND}
+    ), names AS MATERIALIZED (
+        SELECT d.name, row_number() OVER () AS n FROM (SELECT DISTINCT f.name FROM found f) d
+    ), numbered AS NOT MATERIALIZED (
+        SELECT (m.n * 1024 + f.span) * 512 AS cell, f.wait_buckets, f.waits, f.run_buckets, f.runs
+          FROM found f JOIN names m USING (name)
+    ), cells AS (
+        SELECT c.cell, sum(c.n) AS n
+          FROM (SELECT f.cell + unnest(f.wait_buckets) AS cell, unnest(f.waits) AS n FROM numbered f
+                 UNION ALL
+                SELECT f.cell + 256 + unnest(f.run_buckets), unnest(f.runs) FROM numbered f) c
+         GROUP BY 1
+    ), ranked AS (
+        SELECT c.cell >> 8 AS row, c.cell & 255 AS bucket, sum(c.n) OVER (PARTITION BY c.cell >> 8) AS total,
+               sum(c.n) OVER (PARTITION BY c.cell >> 8 ORDER BY c.cell) AS upto
+          FROM cells c
+    )
+    SELECT m.name, (r.row >> 1 & 1023)::integer, r.row & 1 = 0, r.p50::integer, r.p95::integer, r.p99::integer
+      FROM (SELECT r.row, min(r.bucket) FILTER (WHERE r.upto >= r.total * 0.5) AS p50,
+                   min(r.bucket) FILTER (WHERE r.upto >= r.total * 0.95) AS p95,
+                   min(r.bucket) FILTER (WHERE r.upto >= r.total * 0.99) AS p99
+              FROM ranked r
+             GROUP BY 1) r
+      JOIN names m ON m.n = r.row >> 11
 """
 
 
@@ -451,14 +470,14 @@ def read_windows(look: Look, by: Subject, name: str | None = None, *, now: datet
         "by": by,
         "name": name,
         "now": now,
-        "labels": list(LENGTHS),
         "steps": ["hour" if length > KEPT["minute"] else "minute" for length in LENGTHS.values()],
         "lengths": [length.total_seconds() for length in LENGTHS.values()],
     }
     found = _read(look, _WINDOWS, ">= s.since", params)
+    names = found.names if name is None else {name: found.names.get(name, {})}
     return [
-        Statistics(one, {label: windows.get(label) or found.empty[label] for label in LENGTHS})
-        for one, windows in sorted((found.names if name is None else {name: found.names.get(name, {})}).items())
+        Statistics(one, dict(zip(LENGTHS, (spans.get(n, none) for n, none in found.empty.items()), strict=True)))
+        for one, spans in sorted(names.items())
     ]
 
 
@@ -474,33 +493,34 @@ def read_history(
     params["kept"] = KEPT[step].total_seconds()
     found = _read(look, _POINTS, "= s.since", params)
     points = found.names.get(name, {})
-    return [points.get(label) or none for label, none in found.empty.items()]
+    return [points.get(n, none) for n, none in found.empty.items()]
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    empty: dict[str, Window]
-    """Each span by its label, in order, with nothing in it."""
-    names: dict[str, dict[str, Window]]
-    """Name -> label -> what there is."""
+    empty: dict[int, Window]
+    """Each span by its number, in order, with nothing in it."""
+    names: dict[str, dict[int, Window]]
+    """Name -> span -> what there is."""
 
 
 def _read(look: Look, spans: str, when: str, params: dict[str, Any]) -> _Found:
     parts = {"spans": spans, "when": when, "name": "" if params["name"] is None else "AND t.name = %(name)s"}
-    bounds = {label: bound for label, *bound in look.rows(LIST_SPANS.format(**parts), **params)}
-    times: dict[tuple[str, str, bool], tuple[int, ...]] = {}
-    for name, label, is_wait, *buckets in look.rows(READ_TIMES.format(**parts), **params):
-        times[name, label, is_wait] = tuple(buckets)
-    names: dict[str, dict[str, Window]] = {}
-    for name, label, *numbers, is_sampled, wait_max, run_max in look.rows(READ_NUMBERS.format(**parts), **params):
-        names.setdefault(name, {})[label] = _window(
-            bounds[label],
+    bounds = {span: bound for span, *bound in look.rows(LIST_SPANS.format(**parts), **params)}
+    look.rows(HASHED)
+    times: dict[tuple[str, int, bool], list[int]] = {}
+    for name, span, is_wait, *buckets in look.rows(READ_TIMES.format(**parts), **params):
+        times[name, span, is_wait] = buckets
+    names: dict[str, dict[int, Window]] = {}
+    for name, span, *numbers, is_sampled, wait_max, run_max in look.rows(READ_NUMBERS.format(**parts), **params):
+        names.setdefault(name, {})[span] = _window(
+            bounds[span],
             numbers,
             is_sampled,
-            _percentiles(times.get((name, label, True)), wait_max),
-            _percentiles(times.get((name, label, False)), run_max),
+            _percentiles(times.get((name, span, True)), wait_max),
+            _percentiles(times.get((name, span, False)), run_max),
         )
-    empty = {label: _window(bound, [0.0] * len(OUTCOMES), False, None, None) for label, bound in bounds.items()}
+    empty = {span: _window(bound, [0.0] * len(OUTCOMES), False, None, None) for span, bound in bounds.items()}
     return _Found(empty, names)
 
 
@@ -525,7 +545,7 @@ def _window(
     )
 
 
-def _percentiles(buckets: tuple[int, ...] | None, most: float | None) -> Percentiles | None:
+def _percentiles(buckets: list[int] | None, most: float | None) -> Percentiles | None:
     if buckets is None or most is None:
         return None
     # the middle of a bucket on the scale by which they are cut, so that it is as far from either end

@@ -3174,25 +3174,29 @@ BEGIN
                            ELSE ARRAY['failed', 'cancelled'] END;
     END LOOP;
     -- Only of segments in which anything is available, if any is large: that may be few of them.
-    SELECT array_agg(s.slot) INTO v_slots
+    SELECT array_agg(s.slot) FILTER (WHERE s.pages > 0) INTO v_slots
       FROM (SELECT n::smallint AS slot,
                    pg_relation_size(to_regclass('awa.jobs_' || n)) / current_setting('block_size')::bigint AS pages
               FROM generate_series(0, 7) n) s
     HAVING sum(s.pages) > p_pages;
-    v_slots := ARRAY(
-        SELECT u FROM unnest(v_slots) u
-         WHERE EXISTS (SELECT FROM unnest(v_queues) q(queue)
-                        CROSS JOIN LATERAL awa.unclaimed_ranges(q.queue) r
+    IF v_slots IS NOT NULL THEN
+        WITH ranges AS MATERIALIZED (
+            SELECT q.queue, r.* FROM unnest(v_queues) q(queue) CROSS JOIN LATERAL awa.unclaimed_ranges(q.queue) r
+        )
+        SELECT array_agg(u) INTO v_slots
+          FROM unnest(v_slots) u
+         WHERE EXISTS (SELECT FROM ranges r
                         CROSS JOIN LATERAL (SELECT FROM awa.jobs j
-                                             WHERE j.slot = u AND j.queue = q.queue AND j.lane = r.lane
+                                             WHERE j.slot = u AND j.queue = r.queue AND j.lane = r.lane
                                                AND (j.xid, j.entry_id) > (r.lo_xid, r.lo_entry)
                                                AND (j.xid, j.entry_id) < (r.hi_xid, r.hi_entry)
-                                             LIMIT 1) j));
+                                             LIMIT 1) j);
+    END IF;
     -- Past the frontiers. Whether an entry has its own end is looked for only in slots in which anything ended so: it
     -- takes longer than the counting.
     RETURN QUERY
         WITH page AS MATERIALIZED (
-            SELECT * FROM awa.sample_pages('jobs', p_pages, v_slots) p WHERE p.weight > 1
+            SELECT * FROM awa.sample_pages('jobs', p_pages, coalesce(v_slots, '{}')) p WHERE p.weight > 1
         ), frontier AS MATERIALIZED (
             SELECT q.queue, f.*
               FROM unnest(v_queues) q(queue) CROSS JOIN LATERAL unnest(awa.frontier_of(q.queue)) f

@@ -65,9 +65,6 @@ Steps = Generator[None, None, T]
 Examine = Callable[[Connection], Steps[list[int]]]
 """Looks at the jobs that wait for others; gives those that wait on for what has not ended."""
 
-CatchUp = Callable[[Connection], Steps[None]]
-"""Takes note of all that has ended."""
-
 Reader = Callable[[Connection, Schema, int, int, int], T]
 """Reads a range of pages of a slot."""
 
@@ -102,7 +99,6 @@ class Ring:
         rotate_after: Seconds after which a segment is sealed; 0: a sixth of the retention, so that a slot is empty
             again in time.
         examine: Lets jobs go that wait for others which have ended, before those are forgotten.
-        catch_up: Counts what has ended, likewise.
         now: For tests: what to take for now.
     """
 
@@ -116,7 +112,6 @@ class Ring:
         retention: float,
         rotate_after: float = 0.0,
         examine: Examine | None = None,
-        catch_up: CatchUp | None = None,
         now: Callable[[], datetime | None] = lambda: None,
     ) -> None:
         self._schema = schema
@@ -124,7 +119,7 @@ class Ring:
         self._rotate_after = timedelta(seconds=rotate_after or max(retention / 6, SHORTEST_TURN))
         self._pause = min(max(self._rotate_after.total_seconds() / 10, 0.05), LONGEST_PAUSE)
         self._examine = examine or Dependents(schema).examine
-        self._catch_up = catch_up or Statistics(schema).catch_up
+        self._statistics = Statistics(schema)
         self._now = now
         self._seen: dict[int, Seen] = {}
         self._steps: Steps[None] | None = None
@@ -196,7 +191,7 @@ class Ring:
             else:
                 yield from self._compare(segment, seen)
         if seen.has_ended and self._is_kept_long_enough(segment, seen):
-            yield from self._catch_up(self._conn)
+            yield from self._statistics.catch_up(self._conn)
             examined = yield from self._examine(self._conn)
             outcome = ring.prune(
                 self._conn, self._schema, slot, entries=seen.entries.count, file=seen.file, examined=examined
