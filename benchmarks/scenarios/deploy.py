@@ -1,8 +1,8 @@
 """A rolling deploy at its beginning: ten workers of before and one that knows a kind more share a queue.
 
 ``alone`` are jobs that everybody knows; ``aliens`` has in between, one for every ten, jobs of a kind that only the new
-worker knows. The rate is that of the jobs that everybody knows: until the last of them is completed, from the first
-claim. Each of the others is set aside at most once, however many workers meet it.
+worker knows; ``more`` has as many more that everybody knows. The rate is that of the jobs that ``alone`` has: until the
+last of them is completed, from the first claim. Each alien is set aside at most once, however many workers meet it.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from benchmarks.scenarios.fleet import wait_until_up
 from benchmarks.scenarios.newer import novel
 from benchmarks.scenarios.tasks import noop
 
-ALONE, ALIENS = "alone", "aliens"
+ALONE, ALIENS, MORE = "alone", "aliens", "more"
 
-VARIANTS = (ALONE, ALIENS)
+VARIANTS = (ALONE, ALIENS, MORE)
 
 OLD_WORKERS = 10
 
 PART = 2
-"""Of the jobs asked for, one in so many is inserted, and a tenth of these are aliens."""
+"""Of the jobs asked for, one in so many is inserted, and a tenth of these in addition: aliens, or more of them."""
 
 EVERY = 10
-"""Known jobs for an alien."""
+"""Known jobs for an additional one."""
 
 DONE = """
     WITH done AS MATERIALIZED (
-        SELECT j.id, j.kind, d.completed_at
+        SELECT j.id, j.kind, d.completed_at, c.runtime
           FROM awa.completions d
           JOIN awa.claims c USING (slot, claim_id)
          CROSS JOIN LATERAL unnest(d.idx) AS i(idx)
@@ -43,6 +43,7 @@ DONE = """
     )
     SELECT count(*) FILTER (WHERE kind = 'noop'), count(*) FILTER (WHERE kind = 'novel'), count(DISTINCT id),
            (SELECT count(*) FROM awa.attempt_ends WHERE outcome <> 'set_aside'),
+           count(DISTINCT runtime) FILTER (WHERE kind = 'novel'),
            (SELECT coalesce(max(n), 0)
               FROM (SELECT count(*) AS n FROM awa.attempt_ends WHERE outcome = 'set_aside' GROUP BY id) t),
            extract(epoch FROM max(completed_at) FILTER (WHERE kind = 'noop')
@@ -55,7 +56,8 @@ def run(plan: Plan) -> list[Result]:
     """Have all workers share one backlog; check that every job ran, and how often it was set aside."""
     migrate(plan.database, Schema())
     known = plan.jobs // PART
-    aliens = known // EVERY if plan.variant == ALIENS else 0
+    aliens, more = (known // EVERY if plan.variant == variant else 0 for variant in (ALIENS, MORE))
+    jobs = known + aliens + more
     with ExitStack() as stack:
         observer = stack.enter_context(Observer(plan.admin, plan.database))
         before = observer.counters()
@@ -68,30 +70,33 @@ def run(plan: Plan) -> list[Result]:
 
         wait_until_up(observer, len(workers), check)
         client = awa.Client(plan.database)
-        client.insert_many_copy(_jobs(known, aliens))
+        client.insert_many_copy(_jobs(known, {ALIENS: novel, MORE: noop}.get(plan.variant)))
         client.close()
-        observer.wait_completed(known + aliens, check=check)
+        observer.wait_completed(jobs, check=check)
         for worker in workers:
             worker.stop()
-        costs = before.per_job(observer.counters(), known + aliens)
-        *counts, most_aside, seconds = observer.ask(DONE)
-    if counts != [known, aliens, known + aliens, 0]:
+        costs = before.per_job(observer.counters(), jobs)
+        *counts, strangers, most_aside, seconds = observer.ask(DONE)
+    if counts != [known + more, aliens, jobs, 0]:
         raise BenchmarkError(
-            f"{known} known jobs and {aliens} others should have run once each, but (known, others, jobs, ended"
+            f"{known + more} known jobs and {aliens} others should have run once each, but (known, others, jobs, ended"
             f" otherwise) are {counts}"
         )
+    if strangers > 1:
+        raise BenchmarkError(f"{strangers} workers ran jobs that one alone should know")
     if most_aside > 1:
         raise BenchmarkError(f"a job was set aside {most_aside} times, should be once at most")
     return [Result(plan.variant, known, known / seconds, **costs)]
 
 
-def _jobs(known: int, aliens: int) -> Iterator[awa.NewJob]:
+def _jobs(known: int, additional: awa.Task[[int], None] | None) -> Iterator[awa.NewJob]:
     for n in range(known):
         yield awa.NewJob(noop.bind(n))
-        if aliens and n % EVERY == 0:
-            yield awa.NewJob(novel.bind(n))
+        if additional is not None and n % EVERY == 0:
+            yield awa.NewJob(additional.bind(n))
 
 
 def conclude(medians: Medians) -> Iterator[str]:
-    """With the aliens, in percent of without."""
+    """With the aliens, and with as many more that everybody knows, in percent of without."""
     yield from compare(medians, ALIENS, ALONE, "jobs_per_s", goal="at least 90%")
+    yield from compare(medians, MORE, ALONE, "jobs_per_s")

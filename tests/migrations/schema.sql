@@ -3802,6 +3802,7 @@ DECLARE
     v_claim bigint := nextval('awa.claim_id_seq');
     v_now timestamptz := clock_timestamp();
     v_is_free boolean := false;
+    v_is_new boolean;            -- of a kind of theirs no job waited yet
     r record;
 BEGIN
     IF p_whys && ARRAY['kind', 'order']
@@ -3841,16 +3842,23 @@ BEGIN
          WHERE e.why IN ('key', 'kind') AND e.ordering_key IS NOT NULL
             ON CONFLICT (queue, scope, key, id) DO UPDATE        -- of an earlier attempt, which may have failed
            SET claim_id = 0, entry_id = NULL, slot = NULL, idx = NULL, is_over = false
+    ), waiting AS (
+        INSERT INTO awa.waiting_jobs (id, seq, created_at, priority, attempt, max_attempts, timeout_ms, state, waits_for,
+                                      wait_key, queue, kind, args, metadata, tags, concurrency_key, ordering_key,
+                                      unique_key, expires_at, follow_ups, history)
+        SELECT e.id, CASE WHEN e.id IN (SELECT l.id FROM lost l) THEN e.id ELSE nextval('awa.entry_id_seq') END,
+               coalesce(e.created_at, e.available_at), e.priority, e.attempt, e.max_attempts, e.timeout_ms,
+               'available', e.why, e.wait_key, e.queue, e.kind, e.args, e.metadata, e.tags, e.concurrency_key,
+               e.ordering_key, e.unique_key, e.expires_at, e.follow_ups, e.history
+          FROM (SELECT * FROM entry ORDER BY n) e
     )
-    INSERT INTO awa.waiting_jobs (id, seq, created_at, priority, attempt, max_attempts, timeout_ms, state, waits_for,
-                                  wait_key, queue, kind, args, metadata, tags, concurrency_key, ordering_key, unique_key,
-                                  expires_at, follow_ups, history)
-    SELECT e.id, CASE WHEN e.id IN (SELECT l.id FROM lost l) THEN e.id ELSE nextval('awa.entry_id_seq') END,
-           coalesce(e.created_at, e.available_at), e.priority, e.attempt, e.max_attempts, e.timeout_ms,
-           'available', e.why, e.wait_key, e.queue, e.kind, e.args, e.metadata, e.tags, e.concurrency_key,
-           e.ordering_key, e.unique_key, e.expires_at, e.follow_ups, e.history
-      FROM (SELECT * FROM entry ORDER BY n) e;
-    IF 'kind' = ANY (p_whys) THEN
+    -- the newest, since the oldest are taken first, and leave dead rows behind
+    SELECT bool_or(NOT EXISTS (SELECT FROM (SELECT FROM awa.waiting_jobs w
+                                             WHERE w.queue = p_queue AND w.waits_for = 'kind' AND w.wait_key = k.wait_key
+                                             ORDER BY w.priority DESC, w.seq DESC LIMIT 1) w))
+      INTO v_is_new
+      FROM (SELECT DISTINCT e.wait_key FROM entry e WHERE e.why = 'kind') k;
+    IF v_is_new THEN
         -- a call for help, which everybody hears, not a bell: whoever knows these kinds may hold none
         PERFORM pg_notify(awa.channel(), chr(1) || p_queue);
     END IF;

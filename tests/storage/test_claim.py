@@ -11,6 +11,7 @@ import psycopg
 import pytest
 
 from tests.storage.engine import (
+    AWA,
     BUSY,
     COME_AGAIN,
     Conn,
@@ -454,6 +455,36 @@ def test_more_unknown_kinds_than_one_claim_sets_aside_say_come_again(conn: Conn)
     assert claim(conn, runtime, kinds=["noop"], limit=2).flags == COME_AGAIN
     assert claim_in_steps(conn, runtime, kinds=["noop"], limit=2) == [50]
     assert scalar(conn, "SELECT count(*) FROM awa.waiting_jobs WHERE wait_key = 'new'") == 50
+
+
+def test_the_first_job_that_is_set_aside_for_a_kind_calls_for_help(conn: Conn, other: Conn) -> None:
+    """A call wakes everybody: once, until a claim has left none of the kind in that queue; then with the next one."""
+
+    def calls() -> list[str]:
+        return [heard.payload for heard in other.notifies(timeout=0)]
+
+    old, new = register(conn), register(conn)
+    other.execute(f"LISTEN {AWA.channel}")
+    for numbers, kinds, heard in (
+        (range(50), ["new"], ["\x01q"]),  # several rounds of one claim
+        ([50], ["new"], []),
+        ([51, 52], ["new", "newer"], ["\x01q"]),  # one of a kind that nobody waits for
+        ([53], ["noop"], []),
+    ):
+        for n, number in enumerate(numbers):
+            insert(conn, number, kind=kinds[n % len(kinds)])
+        claim_in_steps(conn, old, kinds=["noop"], limit=5)
+        assert calls() == heard
+    insert(conn, 54, queue="other", kind="new")
+    claim(conn, old, queue="other", kinds=["noop"])
+    assert calls() == ["\x01other"]
+    assert len(claim_in_steps(conn, new, kinds=["new"], limit=51)) == 52
+    insert(conn, 55, kind="newer")
+    claim(conn, old, kinds=["noop"])
+    assert calls() == []
+    insert(conn, 56, kind="new")
+    claim(conn, old, kinds=["noop"])
+    assert calls() == ["\x01q"]
 
 
 def test_jobs_that_were_set_aside_come_in_their_order_and_in_their_prioritys_turn(conn: Conn) -> None:

@@ -370,8 +370,16 @@ def test_a_direct_claim_reads_few_of_many_set_aside_jobs(
 
 @statistics
 def test_setting_aside_reads_each_job_twice(conn: Conn, explained: Explained, statistics: str) -> None:
-    """Guard: the bodies of what is set aside are looked up one by one."""
-    runtime = prepare(conn, statistics, one_queue)
+    """Guard: the bodies of what is set aside are looked up one by one; of those that wait for its kind one is read."""
+
+    def backlog(conn: Conn, runtime: int) -> None:
+        one_queue(conn, runtime)
+        conn.execute(
+            f"""INSERT INTO awa.waiting_jobs (waits_for, wait_key, state, queue, kind)
+                SELECT 'kind', 'noop', 'available', 'q', 'noop' FROM generate_series(1, {LARGE})"""
+        )
+
+    runtime = prepare(conn, statistics, backlog)
     for n in range(10):
         insert(conn, n, queue="warm", kind="new")
         claim(conn, runtime, queue="warm", kinds=["noop"])
