@@ -63,8 +63,9 @@ class _OfClient(Generic[P, R]):
 class Awa:
     """The queue of one or more Flask apps.
 
-    Tasks and hooks are declared on it like on an :class:`awa.Client`, before there is an app. Whatever inserts or looks
-    needs an app context, and works with the client of that app: its database and settings are those of its config.
+    Tasks, queues, kinds and hooks are declared on it like on an :class:`awa.Client`, before there is an app. Whatever
+    inserts or looks needs an app context, and works with the client of that app: its database and settings are those of
+    its config.
 
     Jobs run in an app context of their own of the app whose worker it is; so do the hooks.
 
@@ -79,6 +80,8 @@ class Awa:
         self._declared = Client()
         """What was declared; it never opens a connection."""
         self.task = self._declared.task
+        self.queue = self._declared.queue
+        self.job_kind = self._declared.job_kind
         self.on_worker_start = self._declared.on_worker_start
         self.on_worker_stop = self._declared.on_worker_stop
         if app is not None:
@@ -119,7 +122,6 @@ class Awa:
             raise RuntimeError(f"the app {app.name!r} does not belong to this Awa: call its init_app(app) first")
         return state.client_of(app)
 
-    queue = _OfClient(Client.queue)
     insert = _OfClient(Client.insert)
     insert_many = _OfClient(Client.insert_many)
     insert_many_copy = _OfClient(Client.insert_many_copy)

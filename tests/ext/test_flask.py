@@ -97,6 +97,26 @@ def test_it_has_every_method_of_a_client() -> None:
     assert Awa.insert.__doc__ == Client.insert.__doc__
 
 
+def test_queues_and_kinds_are_declared_before_there_is_an_app(database: str) -> None:
+    queue = Awa()
+
+    @queue.task()
+    def work() -> None: ...
+
+    queue.queue("default", owner="ada", max_running=3)
+    queue.job_kind(work, description="What there is to do")
+    app = Flask(__name__)
+    app.config["AWA_DATABASE_URL"] = database
+    queue.init_app(app)
+    with app.app_context():
+        with queue.worker(threads=1):
+            info = queue.admin.get_queue("default")
+            assert info.declared == awa.Limits(max_running=3)
+            assert info.descriptor is not None and info.descriptor.owner == "ada"
+            assert queue.admin.get_kind("work").descriptor is not None
+        queue.close()
+
+
 # --- what is where
 
 
