@@ -93,7 +93,7 @@ def test_show(run: Run, mail: list[awa.Inserted]) -> None:
     assert (facts["queue"], facts["status"], facts["scheduled"], facts["failed"]) == ("mail", "open", "1", "1")
     assert set(answer(run("show", "mail", "--json"))) == {
         *("name", "is_paused", "paused_at", "paused_by", "pause_reason", "running", "counts", "limits", "declared"),
-        *("declared_at", "overrides", "overrides_by", "overrides_at"),
+        *("declared_at", "overrides", "overrides_by", "overrides_at", "statistics"),
     }
 
 
