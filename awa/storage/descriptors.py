@@ -224,17 +224,13 @@ class KindInfo:
     """How many live runtimes say that they handle it."""
 
 
-IS_LIVE = """i.ended_at IS NULL
-           AND i.last_seen_at >= clock_timestamp() - coalesce(i.stale_after_ms, 30000) * interval '1 ms'
-           AND NOT EXISTS (SELECT FROM awa.gone_runtimes g WHERE g.runtime = i.id)"""
-
 # A thousand runtimes that declare the same are told by its hash: the JSON of one of them is read.
-_SETS = f"""
-    SELECT s.runtimes, r.{{prefix}}_hashes::text
-      FROM (SELECT i.{{prefix}}_set, array_agg(i.id ORDER BY i.id) AS runtimes
-              FROM awa.runtime_instances i
-             WHERE i.{{prefix}}_set IS NOT NULL AND {IS_LIVE}
-             GROUP BY i.{{prefix}}_set) s
+_SETS = """
+    SELECT s.runtimes, r.{prefix}_hashes::text
+      FROM (SELECT i.{prefix}_set, array_agg(i.id ORDER BY i.id) AS runtimes
+              FROM awa.live_runtimes i
+             WHERE i.{prefix}_set IS NOT NULL
+             GROUP BY i.{prefix}_set) s
       JOIN awa.runtime_instances r ON r.id = s.runtimes[1]
 """
 
@@ -302,11 +298,11 @@ def _differing(here: Mapping[str, Any], there: Mapping[str, Any] | None) -> list
 
 
 # The kinds of a thousand runtimes are few different lists.
-HANDLED = f"""
+HANDLED = """
     SELECT t.kind, sum(s.n)
       FROM (SELECT i.kinds::text AS kinds, count(*) AS n
-              FROM awa.runtime_instances i
-             WHERE i.kinds IS NOT NULL AND {IS_LIVE}
+              FROM awa.live_runtimes i
+             WHERE i.kinds IS NOT NULL
              GROUP BY 1) s
      CROSS JOIN LATERAL json_array_elements_text(s.kinds::json) t(kind)
      WHERE %(name)s::text IS NULL OR t.kind = %(name)s

@@ -238,21 +238,14 @@ def available_in_slot(slot: int) -> str:
 
 # --- workers
 
-LIVE = """
-    SELECT r.*
-      FROM awa.runtime_instances r
-     WHERE r.ended_at IS NULL
-       AND NOT EXISTS (SELECT FROM awa.gone_runtimes g WHERE g.runtime = r.id)
-       AND r.last_seen_at >= clock_timestamp() - coalesce(r.stale_after_ms, 30000) * interval '1 ms'
-"""
-
-RUNTIMES = f"""
+RUNTIMES = """
     SELECT r.id, r.hostname, r.pid, r.version, r.heartbeat_ms / 1000.0::double precision AS heartbeat,
            coalesce(r.stale_after_ms, 30000) / 1000.0::double precision AS stale_after,
            greatest(extract(epoch FROM clock_timestamp() - r.last_seen_at), 0)::double precision AS silent,
            extract(epoch FROM clock_timestamp() - r.started_at)::double precision AS age,
            extract(epoch FROM clock_timestamp() - g.gone_at)::double precision AS gone,
-           EXISTS (SELECT FROM ({LIVE}) l WHERE l.id = r.id) AS is_live, r.quiet_at IS NOT NULL AS is_quiet, r.health,
+           EXISTS (SELECT FROM awa.live_runtimes l WHERE l.id = r.id) AS is_live,
+           r.quiet_at IS NOT NULL AS is_quiet, r.health,
            ARRAY(SELECT q->>'name' FROM json_array_elements(r.queues) q WHERE q->>'name' IS NOT NULL) AS queues
       FROM awa.runtime_instances r
       LEFT JOIN awa.gone_runtimes g ON g.runtime = r.id
@@ -267,8 +260,8 @@ LEADER = """
 """
 
 # Each set of declarations is looked into once, however many runtimes have it.
-DRIFT = f"""
-    WITH live AS MATERIALIZED ({LIVE}), sets AS MATERIALIZED (
+DRIFT = """
+    WITH live AS MATERIALIZED (SELECT * FROM awa.live_runtimes), sets AS MATERIALIZED (
         SELECT 'queue' AS what, min(l.queue_descriptor_hashes::text) AS hashes,
                array_agg(l.id ORDER BY l.id) AS runtimes
           FROM live l WHERE l.queue_descriptor_hashes IS NOT NULL
@@ -307,7 +300,7 @@ PAUSED = """
 """
 
 # Kind by kind through the index, whatever waits of each.
-SET_ASIDE = f"""
+SET_ASIDE = """
     WITH RECURSIVE kinds AS (
         (SELECT w.queue, w.wait_key FROM awa.waiting_jobs w
           WHERE w.waits_for = 'kind' ORDER BY w.queue, w.wait_key LIMIT 1)
@@ -319,7 +312,7 @@ SET_ASIDE = f"""
                               ORDER BY w.queue, w.wait_key LIMIT 1) n
     ), serving AS MATERIALIZED (
         SELECT l.id, q->>'name' AS queue, l.kinds
-          FROM ({LIVE}) l CROSS JOIN LATERAL json_array_elements(l.queues) q
+          FROM awa.live_runtimes l CROSS JOIN LATERAL json_array_elements(l.queues) q
          WHERE l.quiet_at IS NULL
     )
     SELECT k.queue, k.wait_key AS kind, c.jobs,
