@@ -3,6 +3,8 @@
 ``alone`` are jobs that everybody knows; ``aliens`` has in between, one for every ten, jobs of a kind that only the new
 worker knows; ``more`` has as many more that everybody knows. The rate is that of the jobs that ``alone`` has: until the
 last of them is completed, from the first claim. Each alien is set aside at most once, however many workers meet it.
+
+Handlers do nothing, so that all of it is the queue's own work; or, in the variants ``-20ms``, wait twenty milliseconds.
 """
 
 from __future__ import annotations
@@ -19,11 +21,13 @@ from benchmarks.processes import WorkerProcess
 from benchmarks.record import BenchmarkError, Plan, Result
 from benchmarks.scenarios.fleet import wait_until_up
 from benchmarks.scenarios.newer import novel
-from benchmarks.scenarios.tasks import noop
+from benchmarks.scenarios.tasks import nap, noop
 
 ALONE, ALIENS, MORE = "alone", "aliens", "more"
 
-VARIANTS = (ALONE, ALIENS, MORE)
+WAITING = "-20ms"
+
+VARIANTS = tuple(kind + pace for pace in ("", WAITING) for kind in (ALONE, ALIENS, MORE))
 
 OLD_WORKERS = 10
 
@@ -41,12 +45,12 @@ DONE = """
          CROSS JOIN LATERAL unnest(d.idx) AS i(idx)
           JOIN awa.jobs j ON j.slot = c.slot AND j.entry_id = c.entry_ids[i.idx]
     )
-    SELECT count(*) FILTER (WHERE kind = 'noop'), count(*) FILTER (WHERE kind = 'novel'), count(DISTINCT id),
+    SELECT count(*) FILTER (WHERE kind <> 'novel'), count(*) FILTER (WHERE kind = 'novel'), count(DISTINCT id),
            (SELECT count(*) FROM awa.attempt_ends WHERE outcome <> 'set_aside'),
            count(DISTINCT runtime) FILTER (WHERE kind = 'novel'),
            (SELECT coalesce(max(n), 0)
               FROM (SELECT count(*) AS n FROM awa.attempt_ends WHERE outcome = 'set_aside' GROUP BY id) t),
-           extract(epoch FROM max(completed_at) FILTER (WHERE kind = 'noop')
+           extract(epoch FROM max(completed_at) FILTER (WHERE kind <> 'novel')
                               - (SELECT min(claimed_at) FROM awa.claims WHERE entry_ids <> '{}'))::float8
       FROM done
 """
@@ -56,7 +60,9 @@ def run(plan: Plan) -> list[Result]:
     """Have all workers share one backlog; check that every job ran, and how often it was set aside."""
     migrate(plan.database, Schema())
     known = plan.jobs // PART
-    aliens, more = (known // EVERY if plan.variant == variant else 0 for variant in (ALIENS, MORE))
+    variant = plan.variant.removesuffix(WAITING)
+    is_waiting = variant != plan.variant
+    aliens, more = (known // EVERY if variant == one else 0 for one in (ALIENS, MORE))
     jobs = known + aliens + more
     with ExitStack() as stack:
         observer = stack.enter_context(Observer(plan.admin, plan.database))
@@ -70,7 +76,9 @@ def run(plan: Plan) -> list[Result]:
 
         wait_until_up(observer, len(workers), check)
         client = awa.Client(plan.database)
-        client.insert_many_copy(_jobs(known, {ALIENS: novel, MORE: noop}.get(plan.variant)))
+        usual = nap if is_waiting else noop
+        additional = {ALIENS: novel.bind(0, seconds=0.02 if is_waiting else 0.0), MORE: usual.bind()}.get(variant)
+        client.insert_many_copy(_jobs(known, usual.bind(), additional))
         client.close()
         observer.wait_completed(jobs, check=check)
         for worker in workers:
@@ -89,14 +97,15 @@ def run(plan: Plan) -> list[Result]:
     return [Result(plan.variant, known, known / seconds, **costs)]
 
 
-def _jobs(known: int, additional: awa.Task[[int], None] | None) -> Iterator[awa.NewJob]:
+def _jobs(known: int, usual: awa.BoundArgs, additional: awa.BoundArgs | None) -> Iterator[awa.NewJob]:
     for n in range(known):
-        yield awa.NewJob(noop.bind(n))
+        yield awa.NewJob(usual)
         if additional is not None and n % EVERY == 0:
-            yield awa.NewJob(additional.bind(n))
+            yield awa.NewJob(additional)
 
 
 def conclude(medians: Medians) -> Iterator[str]:
     """With the aliens, and with as many more that everybody knows, in percent of without."""
-    yield from compare(medians, ALIENS, ALONE, "jobs_per_s", goal="at least 90%")
-    yield from compare(medians, MORE, ALONE, "jobs_per_s")
+    for pace in ("", WAITING):
+        yield from compare(medians, ALIENS + pace, ALONE + pace, "jobs_per_s", goal="at least 90%")
+        yield from compare(medians, MORE + pace, ALONE + pace, "jobs_per_s")

@@ -5,6 +5,8 @@ With a client of its own: whoever runs the tasks of the others has imported this
 
 from __future__ import annotations
 
+import time
+
 import awa
 
 client = awa.Client()
@@ -16,5 +18,12 @@ def noop(n: int = 0) -> None:
 
 
 @client.task()
-def novel(n: int) -> None:
-    """Do nothing, which the others do not know how to do."""
+def nap(n: int = 0, seconds: float = 0.02) -> None:
+    """Wait, as the others do."""
+    time.sleep(seconds)
+
+
+@client.task()
+def novel(n: int, seconds: float = 0.0) -> None:
+    """Do nothing, or wait, which the others do not know how to do."""
+    time.sleep(seconds)

@@ -35,6 +35,12 @@ def noop(n: int = 0) -> None:
 
 
 @client.task()
+def nap(n: int = 0, seconds: float = 0.02) -> None:
+    """Wait, as a handler does that asks somebody something."""
+    time.sleep(seconds)
+
+
+@client.task()
 def stamp(n: int) -> None:
     """Note when job *n* starts, in nanoseconds of CLOCK_MONOTONIC, which all processes of a machine share."""
     _starts.append((n, time.monotonic_ns()))
