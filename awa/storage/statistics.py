@@ -506,7 +506,8 @@ class _Found:
 
 
 def _read(look: Look, spans: str, when: str, which: str, params: dict[str, Any]) -> _Found:
-    parts = {"spans": spans, "when": when, "which": which, "name": "" if params["name"] is None else "AND t.name = %(name)s"}
+    name = "" if params["name"] is None else "AND t.name = %(name)s"
+    parts = {"spans": spans, "when": when, "which": which, "name": name}
     bounds = {span: bound for span, *bound in look.rows(LIST_SPANS.format(**parts), **params)}
     look.rows(HASHED)
     times: dict[tuple[str, int, bool], list[int]] = {}
