@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -24,6 +25,9 @@ COLUMNS = tuple(field.name for field in fields(JobInfo))
 
 Write = Callable[[str], None]
 """Takes whole lines."""
+
+# half a character, which JSON can hold, is written as JSON does
+_HOW: Any = {"encoding": "utf-8", "errors": "backslashreplace", "newline": ""}
 
 
 def json_lines(jobs: Sequence[JobInfo]) -> str:
@@ -53,31 +57,42 @@ def _cell(value: Any) -> Any:
 def written(output: Path | None) -> Iterator[Write]:
     """Write to a file, which is there once all of it is; None: to the standard output.
 
-    Until then it is ``FILE.part`` beside it, which is removed when something goes wrong.
+    Until then it is ``FILE.part`` beside it, which is removed when something goes wrong. A link stays one, a file that
+    is replaced hands on who may read it, and what is no file, as a pipe or a device, is written to as it is.
 
     Raises:
         click.ClickException: The file cannot be written.
     """
-    if output is None:
-        yield lambda lines: echo(lines, nl=False)
-        with suppress(AttributeError):
-            sys.stdout.flush()  # a pipe that broke is told of here, not as Python ends
-        return
-    part = output.with_name(output.name + ".part")
     try:
-        # half a character, which JSON can hold, is written as JSON does
-        with part.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
-            yield lambda lines: _write(file, lines)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(output)
-    except BaseException as error:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            reason = error.strerror or str(error)
-            raise click.ClickException(f"{safe(output)} cannot be written: {reason}; nothing was changed") from error
+        if output is None:
+            yield lambda lines: echo(lines, nl=False)
+            with suppress(AttributeError):
+                sys.stdout.flush()  # a pipe that broke is told of here, not as Python ends
+            return
+        place = output.resolve()
+        if place.exists() and not place.is_file():
+            with place.open("w", **_HOW) as file:
+                yield lambda lines: _write(file, lines)
+            return
+        part = place.with_name(place.name + ".part")
+        with part.open("w", **_HOW) as file:
+            try:
+                if place.exists():
+                    shutil.copymode(place, part)
+                yield lambda lines: _write(file, lines)
+                file.flush()
+                os.fsync(file.fileno())
+                part.replace(place)
+            except BaseException:
+                with suppress(OSError):
+                    part.unlink(missing_ok=True)
+                raise
+    except BrokenPipeError:
         raise
+    except OSError as error:
+        name = "the standard output" if output is None else safe(output)
+        end = "" if output is None else "; nothing was changed"
+        raise click.ClickException(f"{name} cannot be written: {error.strerror or error}{end}") from error
 
 
 def _write(file: io.TextIOWrapper, lines: str) -> None:

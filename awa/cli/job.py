@@ -145,6 +145,12 @@ def _details(client: Client, job_id: int) -> JobInfo:
         return client.get(job_id)
 
 
+def _check_output(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
+    if value is not None and not value.name:
+        raise click.BadParameter("give the name of a file, or leave it out for the standard output", context)
+    return value
+
+
 @job.command(cls=_Filtered, short_help="Write jobs to a file, as JSON or CSV.")
 @_words("[FILTER]...")
 @click.option(
@@ -158,6 +164,7 @@ def _details(client: Client, job_id: int) -> JobInfo:
 @click.option(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
+    callback=_check_output,
     metavar="FILE",
     help="Where to; FILE is replaced once all of it is written.",
 )

@@ -175,6 +175,12 @@ def connect(
         if writes and is_read_only(connection):
             raise read_only(connection)
         begin(connection, conninfo)
+    except psycopg.errors.QueryCanceled as error:
+        connection.close()
+        raise DatabaseNotFound(
+            f"the server{_where(conninfo)} cancelled the first statement ({error.diag.message_primary}): the"
+            " statement_timeout of this role, of the database or of PGOPTIONS is too short, or the server is too busy"
+        ) from error
     except BaseException:
         connection.close()
         raise

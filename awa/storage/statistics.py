@@ -405,12 +405,12 @@ _POINTS = """
                                 ('1 ' || %(step)s)::interval) WITH ORDINALITY g(at, n)
 """
 
-# Not those that were over when gathering began. The seconds are those of which something is known.
+# The seconds are those of which something is known.
 LIST_SPANS = """
     SELECT s.n, s.since, greatest(s.since, least(s.until, p.reached_at)),
            greatest(extract(epoch FROM least(s.until, p.reached_at) - greatest(s.since, p.began_at))::float8, 0)
       FROM ({spans}) s CROSS JOIN awa.statistics_progress p
-     WHERE s.until > p.began_at
+     WHERE {which}
      ORDER BY s.n
 """
 
@@ -473,7 +473,7 @@ def read_windows(look: Look, by: Subject, name: str | None = None, *, now: datet
         "steps": ["hour" if length > KEPT["minute"] else "minute" for length in LENGTHS.values()],
         "lengths": [length.total_seconds() for length in LENGTHS.values()],
     }
-    found = _read(look, _WINDOWS, ">= s.since", params)
+    found = _read(look, _WINDOWS, ">= s.since", "true", params)
     names = found.names if name is None else {name: found.names.get(name, {})}
     return [
         Statistics(one, dict(zip(LENGTHS, (spans.get(n, none) for n, none in found.empty.items()), strict=True)))
@@ -491,7 +491,8 @@ def read_history(
     """
     params: dict[str, Any] = {"by": by, "name": name, "now": now, "step": step, "since": since}
     params["kept"] = KEPT[step].total_seconds()
-    found = _read(look, _POINTS, "= s.since", params)
+    # not those that were over when gathering began
+    found = _read(look, _POINTS, "= s.since", "s.until > p.began_at", params)
     points = found.names.get(name, {})
     return [points.get(n, none) for n, none in found.empty.items()]
 
@@ -504,8 +505,9 @@ class _Found:
     """Name -> span -> what there is."""
 
 
-def _read(look: Look, spans: str, when: str, params: dict[str, Any]) -> _Found:
-    parts = {"spans": spans, "when": when, "name": "" if params["name"] is None else "AND t.name = %(name)s"}
+def _read(look: Look, spans: str, when: str, which: str, params: dict[str, Any]) -> _Found:
+    name = "" if params["name"] is None else "AND t.name = %(name)s"
+    parts = {"spans": spans, "when": when, "which": which, "name": name}
     bounds = {span: bound for span, *bound in look.rows(LIST_SPANS.format(**parts), **params)}
     look.rows(HASHED)
     times: dict[tuple[str, int, bool], list[int]] = {}
@@ -513,6 +515,8 @@ def _read(look: Look, spans: str, when: str, params: dict[str, Any]) -> _Found:
         times[name, span, is_wait] = buckets
     names: dict[str, dict[int, Window]] = {}
     for name, span, *numbers, is_sampled, wait_max, run_max in look.rows(READ_NUMBERS.format(**parts), **params):
+        if span not in bounds:
+            continue  # the server's clock was set back, or another server goes by another one
         names.setdefault(name, {})[span] = _window(
             bounds[span],
             numbers,

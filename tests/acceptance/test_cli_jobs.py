@@ -269,6 +269,35 @@ def test_an_export_that_breaks_off_leaves_what_was_there(
     assert done.exit_code not in (0, None) and "Traceback" not in done.output
 
 
+def test_an_export_leaves_links_rights_and_devices_as_they_are(
+    run: Run, five: list[awa.Inserted], tmp_path: Path, database: str
+) -> None:
+    secret, link, part = tmp_path / "jobs", tmp_path / "link", tmp_path / "other.part"
+    secret.touch(mode=0o600)
+    link.symlink_to(secret)
+    part.mkdir()
+    assert run("export", "--output", link).exit_code == 0
+    assert (link.is_symlink(), len(secret.read_text().splitlines())) == (True, 5)
+    assert secret.stat().st_mode & 0o777 == 0o600
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE) as reader:
+        assert run("export", "--output", pipe).exit_code == 0
+        assert len(reader.communicate(timeout=20)[0].splitlines()) == 5
+    assert pipe.is_fifo()
+    assert run("export", "--output", tmp_path / "other").exit_code == 1 and part.is_dir()
+    done = run("export", "--output", "")
+    assert (done.exit_code, "Traceback" in done.output) == (2, False)
+    if Path("/dev/full").exists():
+        with open("/dev/full", "w") as full:
+            command = [*AWA, "job", "export", "-q", "--database", database]
+            told = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        assert (told.returncode, told.stderr) == (
+            1,
+            "Error: the standard output cannot be written: No space left on device\n",
+        )
+
+
 def test_show_finds_the_others_when_one_is_missing(run: Run, five: list[awa.Inserted]) -> None:
     done = run("show", five[0].id, 999)
     assert done.exit_code == 3

@@ -325,6 +325,19 @@ def test_a_segment_is_counted_before_it_is_emptied_and_goes_when_it_cannot_be(
     assert completed(admin) == 11
 
 
+def test_a_clock_that_is_set_back_hides_nothing_for_good(conn: Conn, admin: Admin) -> None:
+    """After a failover, say, the server's clock may be behind the time at which gathering began."""
+    run(conn, register(conn), 2)
+    gather(conn)
+    conn.execute("UPDATE awa.statistics_progress SET began_at = began_at + interval '5 h'")
+    conn.execute("UPDATE awa.statistics_progress SET reached_at = began_at")
+    assert (completed(admin), completed(admin, "unknown")) == (2, 0)
+    assert admin.statistics()[0].windows["1h"].per_second == 0.0
+    assert admin.statistics_history("queue", "q", step="minute") == []
+    conn.execute("UPDATE awa.statistics_progress SET began_at = began_at - interval '5 h'")
+    assert completed(admin) == 2
+
+
 def test_workers_gather_and_readers_read(
     conn: Conn, admin: Admin, roles: Callable[[str], str], open_connection: Open
 ) -> None:
