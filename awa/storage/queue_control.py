@@ -179,7 +179,7 @@ def _limits(by_name: Mapping[str, Any]) -> Limits:
 def count_waiting(look: Look, queue: str) -> int:
     """How many jobs of a queue are neither running nor ended, one by one."""
     waiting = look.rows(COUNT_WAITING, queues=[queue], states=list(WAITING_STATES))
-    available = look.rows(COUNT_AVAILABLE, queues=[queue])
+    available = look.rows(COUNT_AVAILABLE, queues=[queue], limit=None)
     return sum(count for _, _, count in [*waiting, *available])
 
 
