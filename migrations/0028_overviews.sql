@@ -456,13 +456,14 @@ CREATE VIEW awa.queue_overview AS
 
 -- Every runtime that is remembered, which is one start of a worker process. state: ended, it has left; gone, it was taken
 -- for dead, and what it had was given back; stale, it has been silent for as long as that takes; else live.
+-- Whoever leaves ends before it is fenced, in one statement; whoever is taken for dead is fenced before.
 -- threads and busy are as of snapshot_at; NULL where a worker does not tell.
 CREATE VIEW awa.runtime_overview AS
     SELECT i.id, i.hostname, i.pid, i.version,
-           CASE WHEN g.runtime IS NOT NULL THEN 'gone'
+           CASE WHEN g.gone_at < coalesce(i.ended_at, 'infinity') THEN 'gone'
                 WHEN i.ended_at IS NOT NULL THEN 'ended'
-                WHEN i.last_seen_at < clock_timestamp() - coalesce(i.stale_after_ms, 30000) * interval '1 ms' THEN 'stale'
-                ELSE 'live' END AS state,
+                WHEN EXISTS (SELECT FROM awa.live_runtimes l WHERE l.id = i.id) THEN 'live'
+                ELSE 'stale' END AS state,
            i.started_at, i.last_seen_at, i.ended_at, i.threads, i.busy, i.quiet_at, i.quiet_by,
            EXISTS (SELECT FROM awa.leases l
                     WHERE l.name = 'maintenance' AND l.runtime = i.id AND l.expires_at > clock_timestamp()) AS is_leader,
