@@ -505,7 +505,7 @@ def _connections(look: Look) -> Iterator[Finding]:
     facts = {"used": used, "most": most}
     if used > 0.8 * most:
         text += (
-            ": a worker process takes three beside those of its handlers; lower threads and pool_size, or allow more"
+            ": a worker process takes four beside those of its handlers; lower threads and pool_size, or allow more"
         )
         yield Finding("connections", "error" if used >= most - 1 else "warning", text, alter.format(2 * most), facts)
     else:
