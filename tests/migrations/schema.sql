@@ -5100,10 +5100,9 @@ CREATE VIEW awa.live_runtimes AS
     r.kinds,
     r.quiet_at,
     r.quiet_by
-   FROM awa.runtime_instances r
-  WHERE ((r.ended_at IS NULL) AND (r.last_seen_at >= (clock_timestamp() - ((COALESCE(r.stale_after_ms, 30000))::double precision * '00:00:00.001'::interval))) AND (NOT (EXISTS ( SELECT
-           FROM awa.gone_runtimes g
-          WHERE (g.runtime = r.id)))));
+   FROM (awa.runtime_instances r
+     LEFT JOIN awa.gone_runtimes g ON ((g.runtime = r.id)))
+  WHERE ((r.ended_at IS NULL) AND (g.runtime IS NULL) AND (r.last_seen_at >= (clock_timestamp() - ((COALESCE(r.stale_after_ms, 30000))::double precision * '00:00:00.001'::interval))));
 
 CREATE TABLE awa.origin (
     is_only boolean DEFAULT true NOT NULL,
