@@ -46,7 +46,7 @@ COUNT_WAITING = """
                                   WHERE w.queue = q.queue AND w.state = s.state) w) c
 """
 
-# Up to a limit, None for all. What has ended before it was claimed is looked for only in slots in which anything has: it
+# Up to a limit; None: all. What has ended before it was claimed is looked for only in slots in which anything has: that
 # takes longer than counting.
 COUNT_AVAILABLE = """
     SELECT q.queue, 'available', c.n
