@@ -217,7 +217,8 @@ MISSING = """
     SELECT 'table', c.relname, p.privilege
       FROM pg_class c
      CROSS JOIN unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']) AS p(privilege)
-     WHERE c.relnamespace = '"awa"'::regnamespace AND c.relkind IN ('r', 'p')
+     WHERE c.relnamespace = '"awa"'::regnamespace
+       AND (c.relkind IN ('r', 'p') OR (c.relkind = 'v' AND p.privilege = 'SELECT'))
        AND NOT coalesce(%(surplus)s::jsonb -> regexp_replace(c.relname, '_[0-7]$', '') ? p.privilege, false)
        AND NOT has_table_privilege(c.oid, p.privilege)
      UNION ALL
@@ -285,7 +286,7 @@ MISSING_TO_READER = """
      UNION ALL
     SELECT CASE c.relkind WHEN 'S' THEN 'sequence' ELSE 'table' END, c.relname, 'SELECT'
       FROM pg_class c
-     WHERE c.relnamespace = '"awa"'::regnamespace AND c.relkind IN ('r', 'p', 'S')
+     WHERE c.relnamespace = '"awa"'::regnamespace AND c.relkind IN ('r', 'p', 'v', 'S')
        AND NOT CASE c.relkind WHEN 'S' THEN has_sequence_privilege(c.oid, 'SELECT')
                     ELSE has_table_privilege(c.oid, 'SELECT') END
      ORDER BY 1, 2
