@@ -24,7 +24,7 @@ from awa.errors import AwaError, ConfigError
 from awa.storage import examine as sql
 from awa.storage.check import PARTITIONS
 from awa.storage.examine import COUNTED, LISTED, OutOfTime, Probe
-from awa.storage.grants import find_rights, grants_command, show_missing
+from awa.storage.grants import find_rights, grants_command, show_missing, sql_identifier, sql_literal
 from awa.storage.migrate import OLDEST_SUPPORTED, latest_version, status
 from awa.storage.pooler import is_pooled
 from awa.storage.queues import COUNT_AVAILABLE, LIST_QUEUES
@@ -33,6 +33,7 @@ from awa.storage.schema import Schema
 from awa.storage.status import RUNNING, TRANSACTIONS
 from awa.storage.trust import read_origin, rebase_command
 from awa.version import VERSION
+from awa.wording import age, listed
 
 Level = Literal["ok", "warning", "error"]
 
@@ -49,8 +50,6 @@ MOST = 10
 """Findings of one check that are told one by one."""
 
 BLOCKED = "SELECT pid, pg_blocking_pids(pid), query FROM pg_stat_activity WHERE wait_event_type = 'Lock';"
-
-WORKER = "python -m awa.worker MODULE"
 
 OLDEST_SERVER = 140_000
 
@@ -91,8 +90,12 @@ class Look(Probe):
 
     def awa(self, command: str) -> str:
         """A command of ``awa`` for this schema."""
-        option = "" if self.schema.name == "awa" else f" --schema {shlex.quote(self.schema.name)}"
-        return f"awa {command}{option}"
+        return self.schema.command(command)
+
+    @property
+    def worker(self) -> str:
+        """What starts a worker for it."""
+        return f"python -m awa.worker MODULE{self.schema.option}"
 
     @cached_property
     def server(self) -> Any:
@@ -203,7 +206,7 @@ def _refused(look: Look, refused: Mapping[str, str]) -> list[Finding]:
     if not refused:
         return []
     role = look.conn.info.user
-    text = f"role {role} may not look at {_list(refused)} ({next(iter(refused.values()))})"
+    text = f"role {role} may not look at {listed(refused)} ({next(iter(refused.values()))})"
     return [
         Finding(
             "not_permitted", "warning", text, grants_command(look.schema, "reader", role), {"checks": list(refused)}
@@ -216,29 +219,8 @@ def _said(error: Exception) -> str:
     return mask(" ".join((said or str(error) or type(error).__name__).split()))
 
 
-def _list(names: Iterable[object], most: int = 5) -> str:
-    shown = [str(name) for name in names]
-    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
-
-
-def _age(seconds: float) -> str:
-    """*seconds* for people: ``4 s``, ``12 min``, ``3 h``, ``5 days``."""
-    for size, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
-
-
 def _jobs(count: int) -> str:
     return f"{COUNTED:,} jobs or more" if count > COUNTED else f"{count:,} job{'s' if count > 1 else ''}"
-
-
-def _identifier(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'
-
-
-def _literal(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"
 
 
 def _end_backend(pid: int) -> str:
@@ -265,7 +247,7 @@ def _schema(look: Look) -> Iterator[Finding]:
     elif found.current > found.latest:
         yield Finding("schema", "error", f"{text}: this awa is too old", "pip install --upgrade awa-queue", facts)
     elif found.changed:
-        text += f", and {_list(one.file_name for one in found.changed)} was applied with another content"
+        text += f", and {listed(one.file_name for one in found.changed)} was applied with another content"
         yield Finding("schema", "error", text, "pip install --force-reinstall awa-queue", facts)
     elif found.pending:
         is_old = found.current < found.oldest_supported
@@ -304,7 +286,7 @@ def _origin(look: Look) -> Iterator[Finding]:
             f"the rows were made in {recorded}, and this is {here}: the next worker that starts looks closely, and"
             " refuses when it would miss jobs"
         )
-        mend = f"{WORKER}  # or, when it refuses, `{rebase_command(look.schema)}`"
+        mend = f"{look.worker}  # or, when it refuses, `{rebase_command(look.schema)}`"
         yield Finding("origin", "warning", text, mend, facts)
     else:
         yield Finding("origin", "ok", f"the rows are this server's own ({here})", facts=facts)
@@ -359,16 +341,14 @@ def _ring(look: Look) -> Iterator[Finding]:
         "size_bytes": sum(one.size_bytes for one in segments),
         "oldest": sealed[0].slot if sealed else None,
     }
-    open_for = _age(current.open_for.total_seconds())
+    open_for = age(current.open_for.total_seconds())
     text = f"{empty} of 8 slots are empty; slot {current.slot} is current, for {open_for}"
     if not sealed:
         yield Finding("ring", "ok", text, facts=facts)
         return
     oldest = sealed[0]
     pin, mend = _pin_of(look, oldest)
-    text += (
-        f"; the oldest, slot {oldest.slot}, was sealed {_age(oldest.sealed_for.total_seconds())} ago and is kept by "
-    )
+    text += f"; the oldest, slot {oldest.slot}, was sealed {age(oldest.sealed_for.total_seconds())} ago and is kept by "
     text += pin or "the retention of completed jobs, or until the leader comes to it"
     # without a pin it may be full for a moment, until the retention is over
     turns = [one.sealed_at - one.opened_at for one in sealed if one.sealed_at and one.opened_at]
@@ -385,7 +365,7 @@ def _pin_of(look: Look, segment: Segment) -> tuple[str, str | None]:
     slot = segment.slot
     for row in look.rows(TRANSACTIONS):
         if row[0] == slot:
-            return f"a transaction of {_age(row[2])}, process {row[1]}", _end_backend(int(row[1]))
+            return f"a transaction of {age(row[2])}, process {row[1]}", _end_backend(int(row[1]))
     for row in look.rows(RUNNING):
         if row[0] == slot:
             return f"{_jobs(row[2])} running at runtime {row[1]}", look.awa("job list state:running")
@@ -401,7 +381,7 @@ def _have_run(look: Look, queue: str) -> str:
     """What gets the jobs of a queue to run."""
     if any(one.queue == queue for one in look.paused):
         return look.awa(f"queue resume {shlex.quote(queue)}")
-    return f"{WORKER} --queue {shlex.quote(queue)}" if queue not in look.served else look.awa("storage status")
+    return f"{look.worker} --queue {shlex.quote(queue)}" if queue not in look.served else look.awa("storage status")
 
 
 # --- the server and the way to it
@@ -481,7 +461,7 @@ def _clock(look: Look) -> Iterator[Finding]:
     if abs(ahead) > CLOCK_APART + took / 2:
         which = "ahead of" if ahead > 0 else "behind"
         text = (
-            f"the database's clock is {_age(abs(ahead))} {which} this machine's: awa goes by the database's, so a"
+            f"the database's clock is {age(abs(ahead))} {which} this machine's: awa goes by the database's, so a"
             " run_at that is made from this one comes too early or too late"
         )
         yield Finding("clock", "warning", text, "timedatectl set-ntp true", facts)
@@ -494,19 +474,17 @@ def _connections(look: Look) -> Iterator[Finding]:
     found = look.row(sql.CONNECTIONS)
     limits = [("of the server (max_connections)", found.used, found.most, "ALTER SYSTEM SET max_connections = {};")]
     if found.datconnlimit > 0:
-        database = _identifier(look.server.database)
+        database = sql_identifier(look.server.database)
         alter = f"ALTER DATABASE {database} CONNECTION LIMIT {{}};"
         limits.append(("of the database", found.used_here, found.datconnlimit, alter))
     if found.rolconnlimit > 0:
-        alter = f"ALTER ROLE {_identifier(look.server.role)} CONNECTION LIMIT {{}};"
+        alter = f"ALTER ROLE {sql_identifier(look.server.role)} CONNECTION LIMIT {{}};"
         limits.append((f"of role {look.server.role}", found.used_by_role, found.rolconnlimit, alter))
     what, used, most, alter = max(limits, key=lambda limit: limit[1] / limit[2])
     text = f"{used} of the {most} connections {what} are in use"
     facts = {"used": used, "most": most}
     if used > 0.8 * most:
-        text += (
-            ": a worker process takes three beside those of its handlers; lower threads and pool_size, or allow more"
-        )
+        text += ": a worker process takes four beside those of its handlers; lower threads and pool_size, or allow more"
         yield Finding("connections", "error" if used >= most - 1 else "warning", text, alter.format(2 * most), facts)
     else:
         yield Finding("connections", "ok", text, facts=facts)
@@ -612,13 +590,13 @@ def _values(look: Look, rules: Mapping[str, Rule]) -> Iterator[tuple[str, str, s
         yield row.name, place, row.value, mend
     for row in look.rows(sql.ROLE_SETTINGS, names=list(rules)):
         if row.role is not None:
-            within = "" if row.database is None else f" IN DATABASE {_identifier(row.database)}"
+            within = "" if row.database is None else f" IN DATABASE {sql_identifier(row.database)}"
             place = f"for role {row.role}" + ("" if row.database is None else f" in database {row.database}")
-            mend = f"ALTER ROLE {_identifier(row.role)}{within} RESET {row.name};"
+            mend = f"ALTER ROLE {sql_identifier(row.role)}{within} RESET {row.name};"
         elif row.database is not None:
             place, mend = (
                 f"for database {row.database}",
-                f"ALTER DATABASE {_identifier(row.database)} RESET {row.name};",
+                f"ALTER DATABASE {sql_identifier(row.database)} RESET {row.name};",
             )
         else:
             place, mend = "for all roles", f"ALTER ROLE ALL RESET {row.name};"
@@ -647,7 +625,7 @@ def _transactions(look: Look) -> Iterator[Finding]:
             mend = "ALTER SYSTEM SET hot_standby_feedback = off; SELECT pg_reload_conf();  -- on the standby"
             yield Finding("transactions", "warning", text, mend, facts)
             continue
-        since = f"{_age(row.seconds)} old" if row.seconds is not None else f"{row.behind:,} transactions behind"
+        since = f"{age(row.seconds)} old" if row.seconds is not None else f"{row.behind:,} transactions behind"
         who = f"process {row.pid} of role {row.role}" + (f", {row.application}" if row.application else "")
         text = (
             f"a transaction in database {row.database} is {since} ({who}, {row.state or 'state hidden'}): no dead row"
@@ -656,21 +634,21 @@ def _transactions(look: Look) -> Iterator[Finding]:
         yield Finding("transactions", "warning", text, _end_backend(row.pid), facts)
     hidden = look.row(sql.HIDDEN).sessions
     if hidden:
-        role = _identifier(look.server.role)
+        role = sql_identifier(look.server.role)
         text = f"{hidden} sessions of other roles do not show since when their transactions are open"
         yield Finding("transactions", "ok", text, f"GRANT pg_read_all_stats TO {role};", {"hidden": hidden})
     elif not found:
-        yield Finding("transactions", "ok", f"no transaction is older than {_age(look.long)}")
+        yield Finding("transactions", "ok", f"no transaction is older than {age(look.long)}")
 
 
 def _prepared(look: Look) -> Iterator[Finding]:
     found = look.rows(sql.PREPARED, seconds=look.long)
     for row in found:
         text = (
-            f"transaction {row.gid!r} of role {row.role} in database {row.database} was prepared {_age(row.seconds)}"
+            f"transaction {row.gid!r} of role {row.role} in database {row.database} was prepared {age(row.seconds)}"
             " ago and neither committed nor rolled back: it holds its locks, dead rows and segments"
         )
-        mend = f"ROLLBACK PREPARED {_literal(row.gid)};"
+        mend = f"ROLLBACK PREPARED {sql_literal(row.gid)};"
         if not row.is_here:
             mend += f"  -- in database {row.database}"
         yield Finding("prepared", "warning", text, mend, {"gid": row.gid, "seconds": row.seconds})
@@ -691,7 +669,7 @@ def _slots(look: Look) -> Iterator[Finding]:
                 f" and {(row.wal_bytes or 0) / 2**20:,.0f} MB of WAL"
             )
             facts = {"slot": row.name, "is_active": row.is_active, "behind": row.behind, "wal_bytes": row.wal_bytes}
-            yield Finding("slots", "warning", text, f"SELECT pg_drop_replication_slot({_literal(row.name)});", facts)
+            yield Finding("slots", "warning", text, f"SELECT pg_drop_replication_slot({sql_literal(row.name)});", facts)
     if not bad:
         yield Finding("slots", "ok", "no replication slot holds old rows")
 
@@ -726,13 +704,15 @@ def _autovacuum(look: Look) -> Iterator[Finding]:
 
 def _wraparound(look: Look) -> Iterator[Finding]:
     row = look.row(sql.AGES)
-    age = max(row.xids, row.multixacts)
+    oldest = max(row.xids, row.multixacts)
     facts = {"database": row.database, "xids": row.xids, "multixacts": row.multixacts}
-    text = f"database {row.database} has unfrozen rows {age:,} transactions old, of the 2.1 billion that there can be"
-    if age > max(2 * row.most, 500_000_000):
+    text = (
+        f"database {row.database} has unfrozen rows {oldest:,} transactions old, of the 2.1 billion that there can be"
+    )
+    if oldest > max(2 * row.most, 500_000_000):
         text += ": autovacuum does not get there; look for what holds old rows, above"
         mend = f"vacuumdb --freeze --dbname {shlex.quote(row.database)}"
-        yield Finding("wraparound", "error" if age > 1_500_000_000 else "warning", text, mend, facts)
+        yield Finding("wraparound", "error" if oldest > 1_500_000_000 else "warning", text, mend, facts)
     else:
         yield Finding("wraparound", "ok", text, facts=facts)
 
@@ -749,16 +729,14 @@ def _workers(look: Look) -> Iterator[Finding]:
     quiet = [row for row in live if row.is_quiet]
     facts = {"live": len(live), "quiet": len(quiet), "queues": sorted(look.served)}
     if not live:
-        yield Finding("workers", "warning", "no worker lives: no job runs", WORKER, facts)
+        yield Finding("workers", "warning", "no worker lives: no job runs", look.worker, facts)
     elif len(quiet) == len(live):
         text = f"all {len(live)} live workers were asked to claim nothing more"
         yield Finding("workers", "warning", text, look.awa(f"runtime resume {quiet[0].id}"), facts)
     else:
         asked = f", {len(quiet)} of them quiet" if quiet else ""
-        text = (
-            f"{len(live)} runtime{'s' if len(live) > 1 else ''} live{asked}, and serve {_list(sorted(look.served), 10)}"
-        )
-        yield Finding("workers", "ok", text, facts=facts)
+        many = f"{len(live)} runtime{'s' if len(live) > 1 else ''} live{asked}"
+        yield Finding("workers", "ok", f"{many}, and serve {listed(sorted(look.served))}", facts=facts)
 
 
 LEADERLESS = 30.0
@@ -769,21 +747,21 @@ def _leader(look: Look) -> Iterator[Finding]:
     rows = look.rows(sql.LEADER, name="maintenance")
     row = rows[0] if rows else None
     if row is not None and row.left > 0:
-        text = f"runtime {row.runtime} leads, for {_age(row.held)}"
+        text = f"runtime {row.runtime} leads, for {age(row.held)}"
         yield Finding("leader", "ok", text, facts={"runtime": row.runtime, "held_seconds": row.held})
         return
     live = look.live
     oldest = max((one.age for one in live), default=0.0)
     seconds = None if row is None else -row.left
-    since = "nobody has ever led" if seconds is None else f"nobody has led for {_age(seconds)}"
+    since = "nobody has ever led" if seconds is None else f"nobody has led for {age(seconds)}"
     waits = "nothing that waits for a time becomes available, nothing is rescued, no segment is emptied"
     facts = {"runtime": None, "leaderless_seconds": seconds, "live": len(live)}
     least = max([LEADERLESS, *(4 * one.heartbeat for one in live)])
     if not live:
-        yield Finding("leader", "warning", f"{since}, and no worker lives: {waits}", WORKER, facts)
+        yield Finding("leader", "warning", f"{since}, and no worker lives: {waits}", look.worker, facts)
     elif min(oldest if seconds is None else seconds, oldest) > least:
         text = f"{since}, though {len(live)} runtimes live: {waits}; their logs say why maintenance fails"
-        yield Finding("leader", "error", text, f"{WORKER}  # restart {_list(map(_place, live), 2)}", facts)
+        yield Finding("leader", "error", text, f"{look.worker}  # restart {listed(map(_place, live), 2)}", facts)
     else:
         yield Finding("leader", "ok", f"{since}; the next one leads in a moment", facts=facts)
 
@@ -794,17 +772,17 @@ def _runtimes(look: Look) -> Iterator[Finding]:
         facts = {"runtime": row.id, "hostname": row.hostname, "pid": row.pid, "silent_seconds": row.silent}
         if row.gone is None:
             text = (
-                f"{_place(row)} has been silent for {_age(row.silent)} and has not left: its jobs count as running"
+                f"{_place(row)} has been silent for {age(row.silent)} and has not left: its jobs count as running"
                 " until a leader takes them back"
             )
         elif row.gone < 60.0:
             continue  # its rescue is under way
         else:
             text = (
-                f"{_place(row)} was taken for dead {_age(row.gone)} ago, and not all that it had is taken back: open"
+                f"{_place(row)} was taken for dead {age(row.gone)} ago, and not all that it had is taken back: open"
                 " transactions may hold some, or nobody leads"
             )
-        yield Finding("runtimes", "warning", text, f"{WORKER}  # one that leads takes them back", facts)
+        yield Finding("runtimes", "warning", text, f"{look.worker}  # one that leads takes them back", facts)
     if not silent:
         yield Finding("runtimes", "ok", "no runtime is silent")
 
@@ -815,11 +793,11 @@ def _health(look: Look) -> Iterator[Finding]:
         told = row.health if isinstance(row.health, dict) else {}
         unhealthy, unready = (told.get(what) or [] for what in ("unhealthy", "unready"))
         if unhealthy:
-            text = f"{_place(row)} says that it is unhealthy: {_list(unhealthy)}"
+            text = f"{_place(row)} says that it is unhealthy: {listed(unhealthy)}"
             facts = {"runtime": row.id, "unhealthy": unhealthy}
             yield Finding("health", "error", text, f"kill {row.pid}  # on {row.hostname}, and start it anew", facts)
         elif unready:
-            text = f"{_place(row)} says that it is not ready: {_list(unready)}"
+            text = f"{_place(row)} says that it is not ready: {listed(unready)}"
             facts = {"runtime": row.id, "unready": unready}
             yield Finding("health", "warning", text, "awa health --ready --addr HOST:PORT", facts)
         is_well = is_well and not unhealthy and not unready
@@ -831,7 +809,7 @@ def _versions(look: Look) -> Iterator[Finding]:
     by_version: dict[str, list[int]] = {}
     for row in look.live:
         by_version.setdefault(row.version, []).append(row.id)
-    shown = "; ".join(f"{version}: runtimes {_list(ids)}" for version, ids in sorted(by_version.items()))
+    shown = "; ".join(f"{version}: runtimes {listed(ids)}" for version, ids in sorted(by_version.items()))
     facts = {"versions": by_version, "awa": VERSION}
     if len(by_version) > 1:
         text = f"workers of several versions of awa live ({shown}), as during a deployment"
@@ -851,9 +829,9 @@ def _drift(look: Look) -> Iterator[Finding]:
             if row.versions > 1
             else f"{row.what} {row.name} is described otherwise by live workers than in the catalogue"
         )
-        text += f": runtimes {_list(others)} differ from what is stored" if others else ""
+        text += f": runtimes {listed(others)} differ from what is stored" if others else ""
         command = f"{'queue' if row.what == 'queue' else 'kind'} show {shlex.quote(row.name)}"
-        mend = f"{WORKER}  # restart the runtimes of old code; `{look.awa(command)}` shows what differs"
+        mend = f"{look.worker}  # restart the runtimes of old code; `{look.awa(command)}` shows what differs"
         yield Finding("drift", "warning", text, mend, {row.what: row.name, "runtimes": others})
     if not found:
         yield Finding("drift", "ok", "live workers agree on what they say of queues and kinds")
@@ -868,7 +846,7 @@ def _paused(look: Look) -> Iterator[Finding]:
         if row.queue in backlog:
             by = f" by {row.by}" if row.by else ""
             why = f" ({row.reason})" if row.reason else ""
-            text = f"queue {row.queue} was paused {_age(row.seconds)} ago{by}{why}, and has {_jobs(backlog[row.queue])}"
+            text = f"queue {row.queue} was paused {age(row.seconds)} ago{by}{why}, and has {_jobs(backlog[row.queue])}"
             mend = look.awa(f"queue resume {shlex.quote(row.queue)}")
             facts = {"queue": row.queue, "paused_by": row.by, "reason": row.reason, "available": backlog[row.queue]}
             yield Finding("paused", "warning", f"{text} available", mend, facts)
@@ -883,7 +861,7 @@ def _unserved(look: Look) -> Iterator[Finding]:
     backlog = look.backlog(sorted(known - passed))
     for queue, count in backlog.items():
         text = f"queue {queue} has {_jobs(count)} available, and no live worker serves it"
-        mend = f"{WORKER} --queue {shlex.quote(queue)}"
+        mend = f"{look.worker} --queue {shlex.quote(queue)}"
         yield Finding("unserved", "error", text, mend, {"queue": queue, "available": count})
     if not backlog:
         yield Finding("unserved", "ok", "every queue with available jobs is served or paused")
@@ -901,7 +879,7 @@ def _kinds(look: Look) -> Iterator[Finding]:
             else "no live worker of it handles that kind"
         )
         text = f"{_jobs(row.jobs)} of kind {row.kind} wait in queue {row.queue}: {who}"
-        mend = f"{WORKER} --queue {shlex.quote(row.queue)}  # of code that has a task of kind {row.kind}; or "
+        mend = f"{look.worker} --queue {shlex.quote(row.queue)}  # of code that has a task of kind {row.kind}; or "
         mend += (
             "`" + look.awa(f"job cancel {shlex.quote('kind:' + row.kind)} {shlex.quote('queue:' + row.queue)}") + "`"
         )
@@ -918,8 +896,8 @@ OVERDUE = 60.0
 def _overdue(look: Look) -> Iterator[Finding]:
     row = look.row(sql.OVERDUE, seconds=OVERDUE, limit=COUNTED + 1)
     if row.jobs:
-        text = f"{_jobs(row.jobs)} that waited for a time are not available yet, up to {_age(row.seconds)} after it"
-        mend = f"{WORKER}  # one that leads makes them available"
+        text = f"{_jobs(row.jobs)} that waited for a time are not available yet, up to {age(row.seconds)} after it"
+        mend = f"{look.worker}  # one that leads makes them available"
         yield Finding("overdue", "error", text, mend, {"jobs": row.jobs, "seconds": row.seconds})
     else:
         yield Finding("overdue", "ok", "no job is late that waits for its time")
@@ -941,13 +919,13 @@ def _unique(look: Look) -> Iterator[Finding]:
             f"{seen.loose} of {seen.keys} unique keys that were looked at are of jobs that have gone on or are gone:"
             " the leader removes those that nobody holds, and is far behind, or there is none"
         )
-        yield Finding("unique", "warning", text, f"{WORKER}  # one that leads removes them", facts)
+        yield Finding("unique", "warning", text, f"{look.worker}  # one that leads removes them", facts)
     elif rows > MANY_KEYS:
         text = (
             f"about {rows:,} unique keys are held: completed jobs hold theirs as long as they are kept; a shorter"
             " completed_retention, or awa.Unique(states=...) without completed, frees them"
         )
-        yield Finding("unique", "warning", text, f"{WORKER} --completed-retention 3600", facts)
+        yield Finding("unique", "warning", text, f"{look.worker} --completed-retention 3600", facts)
     else:
         yield Finding("unique", "ok", f"about {max(rows, seen.keys):,} unique keys are held", facts=facts)
 

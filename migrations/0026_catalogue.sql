@@ -65,6 +65,6 @@ ALTER TABLE awa.runtime_instances
 CREATE VIEW awa.live_runtimes AS
 SELECT r.*
   FROM awa.runtime_instances r
- WHERE r.ended_at IS NULL
-   AND r.last_seen_at >= clock_timestamp() - coalesce(r.stale_after_ms, 30000) * interval '1 ms'
-   AND NOT EXISTS (SELECT FROM awa.gone_runtimes g WHERE g.runtime = r.id);
+  LEFT JOIN awa.gone_runtimes g ON g.runtime = r.id
+ WHERE r.ended_at IS NULL AND g.runtime IS NULL
+   AND r.last_seen_at >= clock_timestamp() - coalesce(r.stale_after_ms, 30000) * interval '1 ms';

@@ -1,16 +1,25 @@
 -- Overviews: what awa.admin counts, as functions, and views for psql and dashboards that say the same.
 --
 -- Adds functions, views, and two indexes, which hold off the recording of jobs that wait, failed or were cancelled while
--- they are built; they hold follow-ups only. Replaces a function in place. Works with awa 0.1 and later.
+-- they are built; they hold jobs with follow-ups, and follow-ups, only. Replaces a function in place. Works with awa 0.1 and later.
 --
 -- Looking is bounded: what is many is estimated from some pages of its table. Nothing here locks anything but against the
 -- emptying of a segment, and that no longer than the statement that asks. A view sees what its statement's snapshot sees;
 -- a segment that is emptied meanwhile is empty, whatever the snapshot says, so a job that was carried out of it in that
 -- moment may be left out once.
 
+-- The job whose follow-up one is, by its follow_ups; NULL when it is none's, or rows of plain SQL hold nonsense there,
+-- which must keep no attempt from ending. Not called for NULL, which nearly all jobs have.
+CREATE FUNCTION awa.follows(p_follow_ups json) RETURNS bigint LANGUAGE plpgsql IMMUTABLE STRICT AS $$
+BEGIN
+    RETURN (p_follow_ups->>'of')::bigint;
+EXCEPTION WHEN data_exception THEN
+    RETURN NULL;
+END $$;
+
 -- The follow-ups of a job.
-CREATE INDEX waiting_jobs_follows ON awa.waiting_jobs ((follow_ups->>'of')) WHERE follow_ups->>'of' IS NOT NULL;
-CREATE INDEX ended_jobs_follows ON awa.ended_jobs ((follow_ups->>'of')) WHERE follow_ups->>'of' IS NOT NULL;
+CREATE INDEX waiting_jobs_follows ON awa.waiting_jobs (awa.follows(follow_ups)) WHERE follow_ups IS NOT NULL;
+CREATE INDEX ended_jobs_follows ON awa.ended_jobs (awa.follows(follow_ups)) WHERE follow_ups IS NOT NULL;
 
 -- As in 0011_inspect.sql, but up to 2 MiB from the end of the current slot: what is left out is read whole by each look
 -- for a job, and 8 MiB of it took several milliseconds.
@@ -135,10 +144,10 @@ END $$;
 -- How many jobs queues have in each state; no row where there are none. NULL: all queues that have jobs.
 --
 -- is_exact: they were counted one by one. That is done up to p_exact of a queue in a state, and of a table with up to
--- p_pages pages whatever it holds; of completed jobs up to p_claims claims of a queue. Beyond, n is an estimate from
+-- p_pages pages whatever it holds; of completed jobs up to p_batches claims of a queue. Beyond, n is an estimate from
 -- p_pages pages of the table; what those show to be many by far is not counted at all.
 CREATE FUNCTION awa.queue_counts_v1(p_queues text[] DEFAULT NULL, p_exact integer DEFAULT 10000,
-                                    p_claims integer DEFAULT 1000, p_pages integer DEFAULT 500)
+                                    p_batches integer DEFAULT 1000, p_pages integer DEFAULT 500)
 RETURNS TABLE (queue text, state text, n bigint, is_exact boolean)
 LANGUAGE plpgsql STABLE
 SET plan_cache_mode = force_custom_plan SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off
@@ -292,8 +301,8 @@ BEGIN
              GROUP BY 1
         ), wanted AS (
             SELECT q.queue, coalesce(t.guess, 0) AS guess,
-                   CASE WHEN t.claims >= 4 * p_claims AND t.pages >= 8 THEN 0
-                        ELSE p_claims + 1 END AS most
+                   CASE WHEN t.claims >= 4 * p_batches AND t.pages >= 8 THEN 0
+                        ELSE p_batches + 1 END AS most
               FROM unnest(v_queues) q(queue)
               LEFT JOIN sampled t ON t.queue = q.queue
         )
@@ -479,13 +488,14 @@ CREATE VIEW awa.queue_overview AS
 
 -- Every runtime that is remembered, which is one start of a worker process. state: ended, it has left; gone, it was taken
 -- for dead, and what it had was given back; stale, it has been silent for as long as that takes; else live.
+-- Whoever leaves ends before it is fenced, in one statement; whoever is taken for dead is fenced before.
 -- threads and busy are as of snapshot_at; NULL where a worker does not tell.
 CREATE VIEW awa.runtime_overview AS
     SELECT i.id, i.hostname, i.pid, i.version,
            CASE WHEN g.gone_at < coalesce(i.ended_at, 'infinity') THEN 'gone'  -- who leaves is fenced afterwards
                 WHEN i.ended_at IS NOT NULL THEN 'ended'
-                WHEN i.last_seen_at < clock_timestamp() - coalesce(i.stale_after_ms, 30000) * interval '1 ms' THEN 'stale'
-                ELSE 'live' END AS state,
+                WHEN EXISTS (SELECT FROM awa.live_runtimes l WHERE l.id = i.id) THEN 'live'
+                ELSE 'stale' END AS state,
            i.started_at, i.last_seen_at, i.ended_at, i.threads, i.busy, i.quiet_at, i.quiet_by,
            EXISTS (SELECT FROM awa.leases l
                     WHERE l.name = 'maintenance' AND l.runtime = i.id AND l.expires_at > clock_timestamp()) AS is_leader,

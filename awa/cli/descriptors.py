@@ -6,9 +6,7 @@ from typing import Any
 
 from awa.cli.output import Cell, Column, compact, facts, local_time, safe, styled
 from awa.storage.descriptors import DescriptorInfo, Drift
-
-MOST_RUNTIMES = 10
-"""Numbers of runtimes that are told."""
+from awa.wording import listed
 
 
 def described_columns(needs_width: int = 0) -> tuple[Column, ...]:
@@ -51,9 +49,7 @@ def _declared(info: DescriptorInfo) -> str:
 
 
 def _drift(one: Drift) -> str:
-    shown = ", ".join(map(str, one.runtimes[:MOST_RUNTIMES]))
-    more = f" and {len(one.runtimes) - MOST_RUNTIMES:,} more" if len(one.runtimes) > MOST_RUNTIMES else ""
-    who = f"{'runtime' if len(one.runtimes) == 1 else 'runtimes'} {shown}{more}"
+    who = f"{'runtime' if len(one.runtimes) == 1 else 'runtimes'} {listed(one.runtimes)}"
     what = f"another {', '.join(one.fields)}" if one.fields else "something else"
     return f"{who} with {what} ({one.descriptor_hash[:12]})"
 

@@ -22,6 +22,7 @@ from awa.limits import Limits, RateLimit
 from awa.options import check_queue, check_reason
 from awa.storage.queue_control import QueueInfo
 from awa.storage.queues import Count
+from awa.wording import age
 
 LIMITS = {"max-running": "max_running", "rate-limit": "rate_limit", "max-running-per-key": "max_running_per_key"}
 """What the options say, and what it is called in Python and JSON."""
@@ -83,14 +84,7 @@ def _row(info: QueueInfo) -> list[Cell]:
 
 
 def _age(since: datetime | None) -> str:
-    """How long ago, in the largest unit of which there are two, or in seconds."""
-    if since is None:
-        return "-"
-    seconds = max(0, int((datetime.now(UTC) - since).total_seconds()))
-    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds // size} {unit}"
-    return f"{seconds} s"
+    return "-" if since is None else age((datetime.now(UTC) - since).total_seconds())
 
 
 def _count(count: Count | None) -> str:

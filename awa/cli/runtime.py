@@ -13,6 +13,7 @@ from awa.client import Client
 from awa.config import QueueSpec
 from awa.errors import RuntimeNotFound
 from awa.storage.runtime_control import RuntimeHealth, RuntimeInfo, ServedQueue
+from awa.wording import age
 
 _COLUMNS = (
     Column("id", is_number=True),
@@ -73,7 +74,7 @@ def _row(info: RuntimeInfo) -> list[Cell]:
         str(info.pid),
         _busy(info),
         ", ".join(one.name for one in info.queues) or "-",
-        _age(info.silent_seconds),
+        age(info.silent_seconds),
         _health_text(info.health, "; "),
         local_time(info.started_at),
         info.version,
@@ -89,13 +90,6 @@ def _state(info: RuntimeInfo) -> str:
 def _busy(info: RuntimeInfo) -> str:
     many = "-" if info.busy is None else str(info.busy)
     return f"{many}/{'-' if info.threads is None else info.threads}"
-
-
-def _age(seconds: float) -> str:
-    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def _health_text(health: RuntimeHealth | None, between: str) -> str:
@@ -147,7 +141,7 @@ def _lines(info: RuntimeInfo) -> list[tuple[str, str]]:
         ("version", safe(info.version)),
         ("uuid", str(info.uuid)),
         ("started", local_time(info.started_at)),
-        ("last seen", f"{local_time(info.last_seen_at)}, {_age(info.silent_seconds)} ago"),
+        ("last seen", f"{local_time(info.last_seen_at)}, {age(info.silent_seconds)} ago"),
         ("taken for dead", f"after {info.stale_after:g} s of silence; a sign of life every {info.heartbeat:g} s"),
     ]
     if info.ended_at is not None:

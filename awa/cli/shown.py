@@ -90,8 +90,7 @@ def print_job(job: JobInfo) -> None:
     if job.elapsed_ms is not None:
         rows.append(("ran", f"{job.elapsed_ms:,} ms"))
     if job.runtime is not None:
-        place = "" if job.hostname is None else f", process {job.pid} on {safe(job.hostname)}"
-        rows.append(("worker", f"{job.runtime}{place}"))
+        rows.append(("worker", _worker_text(job)))
     if job.error is not None:
         rows.append(("error", _error_text(job.error)))
     if isinstance(job, JobDetails):
@@ -131,11 +130,14 @@ def _attempt_text(one: AttemptInfo) -> str:
     if one.claimed_at is not None:
         lines.append(f"taken {local_time(one.claimed_at)}")
     if one.runtime is not None:
-        place = "" if one.hostname is None else f", process {one.pid} on {safe(one.hostname)}"
-        lines.append(f"by worker {one.runtime}{place}")
-    said = ": ".join(str(one.error[name]) for name in ("type", "text") if one.error.get(name)) if one.error else ""
-    lines += _lines(said).splitlines()
+        lines.append(f"by worker {_worker_text(one)}")
+    lines += _lines(_said(one.error or {})).splitlines()
     return "\n   ".join(lines)
+
+
+def _worker_text(where: JobInfo | AttemptInfo) -> str:
+    place = "" if where.hostname is None else f", process {where.pid} on {safe(where.hostname)}"
+    return f"{where.runtime}{place}"
 
 
 def _related_text(other: RelatedJob) -> str:
@@ -150,10 +152,13 @@ def _lines(text: object) -> str:
 
 
 def _error_text(error: dict[str, Any]) -> str:
-    # what is stored may be anything, also by other programs
-    head = ": ".join(str(error[name]) for name in ("type", "text") if error.get(name))
-    trace = error.get("traceback")
+    head, trace = _said(error), error.get("traceback")
     return "\n".join(part for part in (_lines(head), _lines(trace) if trace else "") if part) or "-"
+
+
+def _said(error: dict[str, Any]) -> str:
+    # what is stored may be anything, also by other programs
+    return ": ".join(str(error[name]) for name in ("type", "text") if error.get(name))
 
 
 def _ended_text(one: object) -> str:
@@ -162,7 +167,7 @@ def _ended_text(one: object) -> str:
     told = [f"attempt {one.get('attempt')}", str(one.get("outcome"))]
     if one.get("ended_at"):
         told.append(_stored_time(one["ended_at"]))
-    said = ": ".join(str(one[name]) for name in ("type", "text") if one.get(name))
+    said = _said(one)
     return safe(", ".join(told)) + (f": {_lines(said)}" if said else "")
 
 

@@ -21,6 +21,7 @@ from awa.storage.connection import repeated
 from awa.storage.pooler import read_committed
 from awa.storage.schema import Schema
 from awa.storage.snapshot import Look
+from awa.wording import listed
 
 CHUNK = 5_000
 """Most rows of a statement."""
@@ -324,11 +325,8 @@ def get_kind(look: Look, kind: str) -> KindInfo:
     found = _read_kinds(look, kind)
     if not found:
         known = [one.name for one in _read_kinds(look, None)]
-        shown = ", ".join(ascii(name) for name in known[:10]) or "none"
-        more = f" and {len(known) - 10} more" if len(known) > 10 else ""
-        text = (
-            f"no kind {kind!a} is known: nothing describes it, and no live worker handles it; known are {shown}{more}"
-        )
+        shown = listed(map(ascii, known)) or "none"
+        text = f"no kind {kind!a} is known: nothing describes it, and no live worker handles it; known are {shown}"
         raise KindNotFound(text, kind=kind)
     return found[0]
 

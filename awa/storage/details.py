@@ -79,9 +79,9 @@ DEPENDENTS = """
 # A follow-up that can run at once is appended by the transaction that records the outcome, to the lane that its
 # declaration says. The record's number may be that of a part of the transaction, which comes after the transaction's.
 FOLLOWED_BY = """
-    SELECT w.id FROM awa.waiting_jobs w WHERE w.follow_ups->>'of' = %(id)s::text
+    SELECT w.id FROM awa.waiting_jobs w WHERE w.follow_ups IS NOT NULL AND awa.follows(w.follow_ups) = %(id)s::bigint
      UNION
-    SELECT e.id FROM awa.ended_jobs e WHERE e.follow_ups->>'of' = %(id)s::text
+    SELECT e.id FROM awa.ended_jobs e WHERE e.follow_ups IS NOT NULL AND awa.follows(e.follow_ups) = %(id)s::bigint
      UNION
     SELECT j.id
       FROM (SELECT CASE WHEN t.number > now.number THEN t.number - (1::bigint << 32) ELSE t.number END AS number
@@ -101,7 +101,7 @@ FOLLOWED_BY = """
             WHERE j.queue = d.queue AND j.lane = d.lane AND j.xid <= ended.number::text::xid8
               AND j.xid >= greatest(ended.number - 1000, 3)::text::xid8
             ORDER BY j.xid DESC, j.entry_id DESC LIMIT 5000) j
-     WHERE j.follow_ups->>'of' = %(id)s::text
+     WHERE awa.follows(j.follow_ups) = %(id)s::bigint
      ORDER BY 1 LIMIT %(limit)s
 """
 

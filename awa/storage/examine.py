@@ -240,7 +240,6 @@ def available_in_slot(slot: int) -> str:
 
 RUNTIMES = """
     SELECT r.id, r.hostname, r.pid, r.version, r.heartbeat_ms / 1000.0::double precision AS heartbeat,
-           coalesce(r.stale_after_ms, 30000) / 1000.0::double precision AS stale_after,
            greatest(extract(epoch FROM clock_timestamp() - r.last_seen_at), 0)::double precision AS silent,
            extract(epoch FROM clock_timestamp() - r.started_at)::double precision AS age,
            extract(epoch FROM clock_timestamp() - g.gone_at)::double precision AS gone,

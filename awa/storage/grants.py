@@ -7,6 +7,7 @@ The owner of the tables migrates and needs no grant. Whatever else needs an owne
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from awa.config import mask
 from awa.errors import ConfigError, PermissionDenied
 from awa.lent import Driver
 from awa.storage.schema import Schema
+from awa.wording import listed
 
 Part = Literal["worker", "producer", "reader"]
 
@@ -115,11 +117,11 @@ def parse_grants(texts: Sequence[str]) -> list[tuple[Part, str]]:
 
 def render_grants(schema: Schema, grants: Sequence[tuple[Part, str]]) -> str:
     """A script for psql that gives each role what its part needs, in one transaction; to run it twice does no harm."""
-    roles = ", ".join(_literal(role) for role in dict.fromkeys(role for _, role in grants))
+    roles = ", ".join(sql_literal(role) for role in dict.fromkeys(role for _, role in grants))
     text = schema.sql(_HEAD) + _do(schema.sql(_PREPARE).replace("{roles}", roles))
     for part, role in grants:
         statements = schema.sql("".join(f"{statement};\n" for statement in _statements(part)))
-        text += f"\n-- {part}\n" + statements.replace("{role}", _identifier(role))
+        text += f"\n-- {part}\n" + statements.replace("{role}", sql_identifier(role))
     return text + "COMMIT;\n"
 
 
@@ -189,17 +191,19 @@ def _with_slots(table: str) -> str:
     return ", ".join(f"awa.{name}" for name in names)
 
 
-def _identifier(name: str) -> str:
+def sql_identifier(name: str) -> str:
+    """*name* as a script for psql writes it."""
     return '"' + name.replace('"', '""') + '"'
 
 
-def _literal(text: str) -> str:
+def sql_literal(text: str) -> str:
+    """*text* as a script for psql writes it."""
     return "'" + text.replace("'", "''") + "'"
 
 
 def _do(body: str) -> str:
     # a role's name may hold anything, so the body is quoted by its own rule unless $$ will do
-    return f"DO $${body}$$;\n" if "$" not in body else f"DO {_literal(body)};\n"
+    return f"DO $${body}$$;\n" if "$" not in body else f"DO {sql_literal(body)};\n"
 
 
 # --- what is missing
@@ -213,7 +217,8 @@ MISSING = """
     SELECT 'table', c.relname, p.privilege
       FROM pg_class c
      CROSS JOIN unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']) AS p(privilege)
-     WHERE c.relnamespace = '"awa"'::regnamespace AND c.relkind IN ('r', 'p')
+     WHERE c.relnamespace = '"awa"'::regnamespace
+       AND (c.relkind IN ('r', 'p') OR (c.relkind = 'v' AND p.privilege = 'SELECT'))
        AND NOT coalesce(%(surplus)s::jsonb -> regexp_replace(c.relname, '_[0-7]$', '') ? p.privilege, false)
        AND NOT has_table_privilege(c.oid, p.privilege)
      UNION ALL
@@ -263,8 +268,7 @@ def check_worker(conn: Connection[Any], schema: Schema) -> None:
 
 def show_missing(missing: Sequence[Missing]) -> str:
     """The first five of them, and how many more there are."""
-    shown = ", ".join(f"{privilege} on {kind} {name}" for kind, name, privilege in missing[:5])
-    return f"{shown} and {len(missing) - 5} more" if len(missing) > 5 else shown
+    return listed((f"{privilege} on {kind} {name}" for kind, name, privilege in missing), 5)
 
 
 # A role that lacks a few rights of its part still has most of them.
@@ -282,7 +286,7 @@ MISSING_TO_READER = """
      UNION ALL
     SELECT CASE c.relkind WHEN 'S' THEN 'sequence' ELSE 'table' END, c.relname, 'SELECT'
       FROM pg_class c
-     WHERE c.relnamespace = '"awa"'::regnamespace AND c.relkind IN ('r', 'p', 'S')
+     WHERE c.relnamespace = '"awa"'::regnamespace AND c.relkind IN ('r', 'p', 'v', 'S')
        AND NOT CASE c.relkind WHEN 'S' THEN has_sequence_privilege(c.oid, 'SELECT')
                     ELSE has_table_privilege(c.oid, 'SELECT') END
      ORDER BY 1, 2
@@ -335,9 +339,7 @@ def find_rights(conn: Connection[Any], schema: Schema) -> tuple[Part | Literal["
 
 def grants_command(schema: Schema, part: Part, role: str) -> str:
     """What the schema's owner types to give *role* the rights of *part*."""
-    option = "" if schema.name == "awa" else f" --schema '{schema.name}'"
-    shell = role if re.fullmatch(r"[\w.@-]+", role) else "'" + role.replace("'", "'\\''") + "'"
-    return f"awa migrate{option} --grants {part}={shell} | psql ..."
+    return f"{schema.command('migrate')} --grants {part}={shlex.quote(role)} | psql ..."
 
 
 # --- what the server refused

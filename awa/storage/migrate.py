@@ -223,10 +223,10 @@ def check_schema(
         latest = latest_version()
     found = max(_read_applied(conn, schema), default=0)
     if found < oldest:
-        command = "awa migrate" if schema.name == "awa" else f"awa migrate --schema '{schema.name}'"
         state = f"is at version {found}" if found else "is not migrated"
         raise SchemaNotMigrated(
-            f"schema {schema.name!r} {state}, this awa supports {_range(oldest, latest)}: run `{command}`",
+            f"schema {schema.name!r} {state}, this awa supports {_range(oldest, latest)}: run"
+            f" `{schema.command('migrate')}`",
             expected=latest,
             found=found,
         )

@@ -34,6 +34,7 @@ from awa.storage.queues import (
 )
 from awa.storage.schema import Schema
 from awa.storage.snapshot import Look
+from awa.wording import listed
 
 Said = int | RateLimit | None
 """One limit; None: there is no such limit."""
@@ -125,9 +126,8 @@ def get_queue(look: Look, queue: str) -> QueueInfo:
             known = sorted(
                 names | {name for (name, *_) in look.rows(META, queue=None)} | set(read_descriptors(look, "queue"))
             )
-            shown = ", ".join(ascii(name) for name in known[:10]) or "none"
-            more = f" and {len(known) - 10} more" if len(known) > 10 else ""
-            text = f"no queue {queue!a} is known: it has no jobs, and nobody serves it; known are {shown}{more}"
+            shown = listed(map(ascii, known)) or "none"
+            text = f"no queue {queue!a} is known: it has no jobs, and nobody serves it; known are {shown}"
             raise QueueNotFound(text, queue=queue)
     return found
 
@@ -179,7 +179,7 @@ def _limits(by_name: Mapping[str, Any]) -> Limits:
 def count_waiting(look: Look, queue: str) -> int:
     """How many jobs of a queue are neither running nor ended, one by one."""
     waiting = look.rows(COUNT_WAITING, queues=[queue], states=list(WAITING_STATES))
-    available = look.rows(COUNT_AVAILABLE, queues=[queue])
+    available = look.rows(COUNT_AVAILABLE, queues=[queue], limit=None)
     return sum(count for _, _, count in [*waiting, *available])
 
 

@@ -46,7 +46,8 @@ COUNT_WAITING = """
                                   WHERE w.queue = q.queue AND w.state = s.state) w) c
 """
 
-# What has ended before it was claimed is looked for only in slots in which anything has: it takes longer than counting.
+# Up to a limit; None: all. What has ended before it was claimed is looked for only in slots in which anything has: that
+# takes longer than counting.
 COUNT_AVAILABLE = """
     SELECT q.queue, 'available', c.n
       FROM unnest(%(queues)s::text[]) q(queue)
@@ -65,7 +66,9 @@ COUNT_AVAILABLE = """
                                                                           WHERE e.slot = s.slot AND e.claim_id IS NULL
                                                                          OFFSET 0)))
                                       AND EXISTS (SELECT FROM awa.attempt_ends e
-                                                   WHERE e.slot = j.slot AND e.entry_id = j.entry_id OFFSET 0))) j) t) c
+                                                   WHERE e.slot = j.slot AND e.entry_id = j.entry_id OFFSET 0))
+                           LIMIT %(limit)s) j
+                    LIMIT %(limit)s) t) c
 """
 
 COUNT = """

@@ -116,21 +116,14 @@ class RuntimeInfo:
         )
 
 
-# Whoever leaves in good order ends before it is fenced, in one statement; whoever is taken for dead is fenced before.
 READ = """
     SELECT r.id, r.uuid, r.hostname, r.pid, r.version, r.started_at, r.last_seen_at, r.ended_at, r.quiet_at, r.quiet_by,
-           CASE WHEN g.gone_at < coalesce(r.ended_at, 'infinity') THEN 'gone'
-                WHEN r.ended_at IS NOT NULL THEN 'ended'
-                WHEN EXISTS (SELECT FROM awa.live_runtimes l WHERE l.id = r.id) THEN 'live'
-                ELSE 'stale' END AS state,
+           o.state, o.is_leader,
            greatest(extract(epoch FROM clock_timestamp() - r.last_seen_at), 0)::double precision AS silent_seconds,
-           EXISTS (SELECT FROM awa.leases o
-                    WHERE o.name = 'maintenance' AND o.runtime = r.id
-                      AND o.expires_at > clock_timestamp()) AS is_leader,
            r.heartbeat_ms, coalesce(r.stale_after_ms, 30000) AS stale_after_ms, r.queues, r.kinds, r.threads,
            r.snapshot_at, r.busy, r.in_flight, r.health
       FROM awa.runtime_instances r
-      LEFT JOIN awa.gone_runtimes g ON g.runtime = r.id
+      JOIN awa.runtime_overview o ON o.id = r.id
 """
 
 LIST = (

@@ -57,6 +57,15 @@ class Schema:
         digest = sha256(self.sql("awa.bell").encode()).hexdigest()
         return "awa_" + digest[:16]
 
+    def command(self, words: str) -> str:
+        """What an operator types for this schema: ``awa`` and *words*."""
+        return f"awa {words}{self.option}"
+
+    @property
+    def option(self) -> str:
+        """What a command is given for this schema, with a blank before it; empty for the usual one."""
+        return "" if self.name == "awa" else f" --schema '{self.name}'"
+
     def sql(self, text: str) -> str:
         """*text*, written for the schema ``awa``, as this schema needs it. Remembered for each text."""
         return _rewrite(self, text)

@@ -141,7 +141,7 @@ def _where(recorded: Origin | None) -> str:
 
 def rebase_command(schema: Schema) -> str:
     """What an operator types to mend it."""
-    return "awa storage rebase" + ("" if schema.name == "awa" else f" --schema '{schema.name}'")
+    return schema.command("storage rebase")
 
 
 RECORD_ORIGIN = """

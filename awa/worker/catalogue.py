@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from psycopg import Connection
 
@@ -10,6 +10,7 @@ from awa.errors import ConfigError
 from awa.registry import Registry
 from awa.storage import descriptors
 from awa.storage.schema import Schema
+from awa.wording import listed
 from awa.worker import report
 
 
@@ -33,13 +34,13 @@ class Catalogue:
         if unhandled := sorted(self._kinds.keys() - set(registry.kinds)):
             raise ConfigError(
                 f"kind {unhandled[0]!a} is described, but no task handles it; there are tasks for"
-                f" {_shown(registry.kinds)}: have its task in the module that is loaded, describe one of these, or take"
-                f" client.job_kind({unhandled[0]!a}) out"
+                f" {listed(map(ascii, registry.kinds))}: have its task in the module that is loaded, describe one of"
+                f" these, or take client.job_kind({unhandled[0]!a}) out"
             )
         if unserved := sorted(declared.keys() - {*served, *elsewhere}):
             raise ConfigError(
-                f"queue {unserved[0]!a} is declared, but this worker serves {_shown(served)}, and no task names it:"
-                f" serve it (--queue, queues=[...]), let a task say queue={unserved[0]!a}, or take"
+                f"queue {unserved[0]!a} is declared, but this worker serves {listed(map(ascii, served))}, and no task"
+                f" names it: serve it (--queue, queues=[...]), let a task say queue={unserved[0]!a}, or take"
                 f" client.queue({unserved[0]!a}) out"
             )
         self._queues = {name: declared[name] for name in declared.keys() & set(served)}
@@ -63,8 +64,3 @@ class Catalogue:
         if is_new:
             told = [{name: one.hash for name, one in each.items()} for each in (self._queues, self._kinds)]
             descriptors.tell(connection, self._schema, runtime, queues=told[0], kinds=told[1])
-
-
-def _shown(names: Iterable[str]) -> str:
-    known = [ascii(name) for name in names]
-    return ", ".join(known[:10]) + (f" and {len(known) - 10} more" if len(known) > 10 else "")

@@ -20,6 +20,7 @@ import awa
 from awa.cli import main
 from awa.doctor import CHECKS, MOST, Finding, examine, section_of, worst
 from awa.embedded import Binaries, Server
+from awa.storage.examine import COUNTED
 from awa.storage.keys import sweep_keys
 from awa.storage.migrate import load_migrations, migrate
 from awa.storage.schema import Schema
@@ -209,6 +210,10 @@ def test_queues(conn: Conn, database: str, client: awa.Client, start_worker: Sta
     assert len(short) == MOST + 1 and short[-1].level == "error" and short[-1].text == "and 6 more of the kind"
     for job in many:
         client.admin.purge_queue(str(job.queue))
+    client.insert_many([awa.NewJob({}, kind="known", queue="left") for _ in range(COUNTED + 100)])
+    much = problem(conn, "unserved", "queue left")
+    assert "1,000 jobs or more" in much.text and much.facts["available"] == COUNTED + 1  # no more are looked at
+    client.admin.purge_queue("left")
 
     run_mend(paused, database)
     start_worker(client, queues=["default", "lonely"], **QUICK)

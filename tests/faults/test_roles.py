@@ -519,6 +519,7 @@ def test_a_worker_without_a_right_does_not_start_and_says_which(install: Install
     for right, target, kind in (
         ("INSERT", 'TABLE "Jobs-2".claims', "table claims"),
         ("DELETE", 'TABLE "Jobs-2".waiting_jobs', "table waiting_jobs"),
+        ("SELECT", 'TABLE "Jobs-2".live_runtimes', "table live_runtimes"),
         ("USAGE", 'SEQUENCE "Jobs-2".claim_id_seq', "sequence claim_id_seq"),
         ("EXECUTE", 'FUNCTION "Jobs-2".rotate_v1()', "function rotate_v1"),
         ("USAGE", 'SCHEMA "Jobs-2"', "schema Jobs-2"),

@@ -2063,6 +2063,15 @@ EXCEPTION WHEN OTHERS THEN
     flaw := format('%s cannot be read: %s', p_outcome, SQLERRM);
 END $$;
 
+CREATE FUNCTION awa.follows(p_follow_ups json) RETURNS bigint
+    LANGUAGE plpgsql IMMUTABLE STRICT
+    AS $$
+BEGIN
+    RETURN (p_follow_ups->>'of')::bigint;
+EXCEPTION WHEN data_exception THEN
+    RETURN NULL;
+END $$;
+
 CREATE FUNCTION awa.forget(p_ids bigint[], p_keys bytea[]) RETURNS void
     LANGUAGE plpgsql
     SET plan_cache_mode TO 'force_generic_plan'
@@ -3125,7 +3134,7 @@ CREATE FUNCTION awa.purge_queue_v1(p_queue text, p_from jsonb DEFAULT NULL::json
     SELECT s.happened, s.waiting, s.ended, s.go_on FROM awa.clear_step(p_queue, true, NULL, p_from, p_limit) s
 $$;
 
-CREATE FUNCTION awa.queue_counts_v1(p_queues text[] DEFAULT NULL::text[], p_exact integer DEFAULT 10000, p_claims integer DEFAULT 1000, p_pages integer DEFAULT 500) RETURNS TABLE(queue text, state text, n bigint, is_exact boolean)
+CREATE FUNCTION awa.queue_counts_v1(p_queues text[] DEFAULT NULL::text[], p_exact integer DEFAULT 10000, p_batches integer DEFAULT 1000, p_pages integer DEFAULT 500) RETURNS TABLE(queue text, state text, n bigint, is_exact boolean)
     LANGUAGE plpgsql STABLE
     SET plan_cache_mode TO 'force_custom_plan'
     SET enable_seqscan TO 'off'
@@ -3281,8 +3290,8 @@ BEGIN
              GROUP BY 1
         ), wanted AS (
             SELECT q.queue, coalesce(t.guess, 0) AS guess,
-                   CASE WHEN t.claims >= 4 * p_claims AND t.pages >= 8 THEN 0
-                        ELSE p_claims + 1 END AS most
+                   CASE WHEN t.claims >= 4 * p_batches AND t.pages >= 8 THEN 0
+                        ELSE p_batches + 1 END AS most
               FROM unnest(v_queues) q(queue)
               LEFT JOIN sampled t ON t.queue = q.queue
         )
@@ -5100,10 +5109,9 @@ CREATE VIEW awa.live_runtimes AS
     r.kinds,
     r.quiet_at,
     r.quiet_by
-   FROM awa.runtime_instances r
-  WHERE ((r.ended_at IS NULL) AND (r.last_seen_at >= (clock_timestamp() - ((COALESCE(r.stale_after_ms, 30000))::double precision * '00:00:00.001'::interval))) AND (NOT (EXISTS ( SELECT
-           FROM awa.gone_runtimes g
-          WHERE (g.runtime = r.id)))));
+   FROM (awa.runtime_instances r
+     LEFT JOIN awa.gone_runtimes g ON ((g.runtime = r.id)))
+  WHERE ((r.ended_at IS NULL) AND (g.runtime IS NULL) AND (r.last_seen_at >= (clock_timestamp() - ((COALESCE(r.stale_after_ms, 30000))::double precision * '00:00:00.001'::interval))));
 
 CREATE TABLE awa.origin (
     is_only boolean DEFAULT true NOT NULL,
@@ -5240,8 +5248,10 @@ CREATE VIEW awa.runtime_overview AS
         CASE
             WHEN (g.gone_at < COALESCE(i.ended_at, 'infinity'::timestamp with time zone)) THEN 'gone'::text
             WHEN (i.ended_at IS NOT NULL) THEN 'ended'::text
-            WHEN (i.last_seen_at < (clock_timestamp() - ((COALESCE(i.stale_after_ms, 30000))::double precision * '00:00:00.001'::interval))) THEN 'stale'::text
-            ELSE 'live'::text
+            WHEN (EXISTS ( SELECT
+               FROM awa.live_runtimes l
+              WHERE (l.id = i.id))) THEN 'live'::text
+            ELSE 'stale'::text
         END AS state,
     i.started_at,
     i.last_seen_at,
@@ -5440,7 +5450,7 @@ CREATE INDEX ended_jobs_dead ON awa.ended_jobs USING btree (ended_at) WHERE (dea
 
 CREATE INDEX ended_jobs_ended ON awa.ended_jobs USING btree (ended_at) WHERE (dead_reason IS NULL);
 
-CREATE INDEX ended_jobs_follows ON awa.ended_jobs USING btree (((follow_ups ->> 'of'::text))) WHERE ((follow_ups ->> 'of'::text) IS NOT NULL);
+CREATE INDEX ended_jobs_follows ON awa.ended_jobs USING btree (awa.follows(follow_ups)) WHERE (follow_ups IS NOT NULL);
 
 CREATE INDEX ended_jobs_state ON awa.ended_jobs USING btree (queue, state, ended_at, id);
 
@@ -5462,7 +5472,7 @@ CREATE INDEX waiting_jobs_due ON awa.waiting_jobs USING btree (run_at) WHERE (wa
 
 CREATE INDEX waiting_jobs_expires ON awa.waiting_jobs USING btree (expires_at) WHERE (expires_at IS NOT NULL);
 
-CREATE INDEX waiting_jobs_follows ON awa.waiting_jobs USING btree (((follow_ups ->> 'of'::text))) WHERE ((follow_ups ->> 'of'::text) IS NOT NULL);
+CREATE INDEX waiting_jobs_follows ON awa.waiting_jobs USING btree (awa.follows(follow_ups)) WHERE (follow_ups IS NOT NULL);
 
 CREATE INDEX waiting_jobs_key ON awa.waiting_jobs USING btree (queue, waits_for, wait_key, seq) WHERE (waits_for = ANY (ARRAY['key'::text, 'order'::text]));
 

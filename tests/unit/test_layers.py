@@ -16,7 +16,8 @@ LAYERS = [
     {"errors", "_core", "version", "lent"},  # lent: the types of what conn= takes
     {
         *("job", "args", "unique", "retry", "cron", "descriptors", "registry", "config", "metrics"),
-        *("options", "failure", "trace", "limits"),  # what all of them refuse alike; what a failed attempt leaves
+        *("options", "limits"),  # what all of them refuse alike
+        *("failure", "trace", "wording"),  # what a failed attempt leaves; how messages say what is long
     },
     {"storage"},
     {"insert", "doctor"},
