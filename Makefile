@@ -6,8 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml setup.py awa/_core.pyx
 TOGETHER := -n 3 --dist worksteal
-SERVED := tests/storage
-BUT := --ignore=tests/storage/test_inspect.py --ignore=tests/storage/test_plans.py
+CORE := tests/migrations $(patsubst %,tests/storage/test_%.py,claim settle ring jobs limits unique consequences rescue \
+	promote engine_model limits_model statistics overviews descriptors runtimes)
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -21,17 +21,18 @@ help: ## show this list
 demo: $(VENV)/demo.stamp ## run real jobs on a private PostgreSQL, kill a worker, lose nothing
 	@AWA_EMBEDDED=$${AWA_EMBEDDED:-1} $(BIN)/awa demo
 
-test: $(VENV)/dev.stamp ## run the quick tests, on the system's PostgreSQL if there is one and on the embedded one
+test: $(VENV)/dev.stamp ## run the quick tests on the system's PostgreSQL, the engine's core on the embedded one too
 	@if $(BIN)/python -c 'import os, sys; from awa.embedded import from_system; sys.exit(not from_system(os.environ))'
 	then
 		$(BIN)/python -m pytest $(TOGETHER) --pg=system -m 'not slow'
-		AWA_PROPERTY_STEPS=500 $(BIN)/python -m pytest $(TOGETHER) --pg=embedded -m 'not slow' $(SERVED) $(BUT)
+		AWA_PROPERTY_STEPS=500 $(BIN)/python -m pytest $(TOGETHER) --pg=embedded -m 'not slow' $(CORE)
 	else
 		$(BIN)/python -m pytest $(TOGETHER) --pg=embedded -m 'not slow'
 	fi
 
-slow: $(VENV)/dev.stamp ## run the tests that take more than five seconds: crashes, failovers, chaos
+slow: $(VENV)/dev.stamp ## run the tests that take more than five seconds, and all storage tests on the embedded PostgreSQL
 	@$(BIN)/python -m pytest $(TOGETHER) -m slow
+	$(BIN)/python -m pytest $(TOGETHER) --pg=embedded -m 'not slow' tests/storage
 
 lint: $(VENV)/dev.stamp ## check style and types
 	@$(BIN)/ruff check .

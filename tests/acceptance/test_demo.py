@@ -111,6 +111,7 @@ def test_it_loses_nothing_and_can_run_again_after_ctrl_c(database: str, conn: ps
     assert count(conn, "SELECT count(*) FROM awa.jobs") == 0, "the user's own awa is not touched"
 
 
+@pytest.mark.slow
 def test_its_workers_end_when_it_is_killed(database: str) -> None:
     output, end = os.pipe()
     with started(database, end) as process:

@@ -57,6 +57,7 @@ def shop(tmp_path: Path, empty_database: str, processes: WorkerProcesses) -> Wor
     return processes
 
 
+@pytest.mark.slow
 def test_the_commands_of_its_readme(shop: WorkerProcesses, empty_database: str) -> None:
     url = empty_database.replace("postgresql://", "postgresql+psycopg://")
 

@@ -254,6 +254,7 @@ def test_a_refused_connection_says_who_and_where_and_not_with_what(
     assert_discreet(process.stderr, heard())
 
 
+@pytest.mark.slow
 def test_a_worker_whose_password_is_changed_under_it_does_not_tell_the_old_one(
     guarded: Server, heard: Callable[[], str]
 ) -> None:

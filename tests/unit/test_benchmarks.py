@@ -151,6 +151,7 @@ def test_what_distance_costs_is_told_beside_nearby() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_scenarios_at_scale_give_a_line_for_each_level(server: Server) -> None:
     command = [sys.executable, "-m", "benchmarks.run", "backlog", "inflight", "fleet:1", "snapshot", "soak"]
     command += ["--jobs", "2000", "--duration", "0.5", "--threads", "2", "--repeat", "1", "--json"]
