@@ -755,9 +755,7 @@ def _workers(look: Look) -> Iterator[Finding]:
         yield Finding("workers", "warning", text, look.awa(f"runtime resume {quiet[0].id}"), facts)
     else:
         asked = f", {len(quiet)} of them quiet" if quiet else ""
-        text = (
-            f"{len(live)} runtime{'s' if len(live) > 1 else ''} live{asked}, and serve {_list(sorted(look.served), 10)}"
-        )
+        text = f"{len(live)} live worker{'s' if len(live) > 1 else ''}{asked}, for {_list(sorted(look.served), 10)}"
         yield Finding("workers", "ok", text, facts=facts)
 
 
@@ -900,7 +898,7 @@ def _kinds(look: Look) -> Iterator[Finding]:
             if row.is_unknown
             else "no live worker of it handles that kind"
         )
-        text = f"{_jobs(row.jobs)} of kind {row.kind} wait in queue {row.queue}: {who}"
+        text = f"{_jobs(row.jobs)} of kind {row.kind} wait{'s' if row.jobs == 1 else ''} in queue {row.queue}: {who}"
         mend = f"{WORKER} --queue {shlex.quote(row.queue)}  # of code that has a task of kind {row.kind}; or "
         mend += (
             "`" + look.awa(f"job cancel {shlex.quote('kind:' + row.kind)} {shlex.quote('queue:' + row.queue)}") + "`"

@@ -201,7 +201,7 @@ def test_queues(conn: Conn, database: str, client: awa.Client, start_worker: Sta
     assert "queue my mail was paused" in paused.text and "by ada (provider is down), and has 3 jobs" in paused.text
     assert unserved.level == "error" and unserved.facts == {"queue": "lonely", "available": 1}
     assert mend(unserved) == "python -m awa.worker MODULE --queue lonely"
-    assert "1 job of kind odd kind wait in queue default" in kinds.text
+    assert "1 job of kind odd kind waits in queue default" in kinds.text
 
     many = [awa.NewJob({}, kind="known", queue=f"left {number:02}") for number in range(MOST + 5)]
     client.insert_many(many)
