@@ -849,7 +849,9 @@ def _drift(look: Look) -> Iterator[Finding]:
             if row.versions > 1
             else f"{row.what} {row.name} is described otherwise by live workers than in the catalogue"
         )
-        text += f": runtimes {_list(others)} differ from what is stored" if others else ""
+        if others:
+            who, verb = ("runtime", "differs") if len(others) == 1 else ("runtimes", "differ")
+            text += f": {who} {_list(others)} {verb} from what is stored"
         command = f"{'queue' if row.what == 'queue' else 'kind'} show {shlex.quote(row.name)}"
         mend = f"{WORKER}  # restart the runtimes of old code; `{look.awa(command)}` shows what differs"
         yield Finding("drift", "warning", text, mend, {row.what: row.name, "runtimes": others})

@@ -165,7 +165,7 @@ def test_workers(conn: Conn, database: str, client: awa.Client, start_worker: St
     assert problem(conn, "health").facts == {"runtime": second, "unhealthy": ["heartbeat is hung"]}
     assert f"0.0.9: runtimes {second}" in problem(conn, "versions").text
     drift = problem(conn, "drift")
-    assert f"queue mail is described in 2 ways by live workers: runtimes {second} differ" in drift.text
+    assert f"queue mail is described in 2 ways by live workers: runtime {second} differs" in drift.text
     assert problem(conn, "overdue").level == "error"
     assert not problems(conn, "workers")
 
