@@ -459,7 +459,8 @@ CREATE VIEW awa.queue_overview AS
 -- threads and busy are as of snapshot_at; NULL where a worker does not tell.
 CREATE VIEW awa.runtime_overview AS
     SELECT i.id, i.hostname, i.pid, i.version,
-           CASE WHEN g.runtime IS NOT NULL THEN 'gone'
+           -- who leaves in good order is fenced too, once it has ended
+           CASE WHEN g.gone_at < coalesce(i.ended_at, 'infinity') THEN 'gone'
                 WHEN i.ended_at IS NOT NULL THEN 'ended'
                 WHEN i.last_seen_at < clock_timestamp() - coalesce(i.stale_after_ms, 30000) * interval '1 ms' THEN 'stale'
                 ELSE 'live' END AS state,

@@ -5238,7 +5238,7 @@ CREATE VIEW awa.runtime_overview AS
     i.pid,
     i.version,
         CASE
-            WHEN (g.runtime IS NOT NULL) THEN 'gone'::text
+            WHEN (g.gone_at < COALESCE(i.ended_at, 'infinity'::timestamp with time zone)) THEN 'gone'::text
             WHEN (i.ended_at IS NOT NULL) THEN 'ended'::text
             WHEN (i.last_seen_at < (clock_timestamp() - ((COALESCE(i.stale_after_ms, 30000))::double precision * '00:00:00.001'::interval))) THEN 'stale'::text
             ELSE 'live'::text

@@ -14,6 +14,7 @@ from psycopg.rows import dict_row
 from awa.admin import Admin
 from awa.job import JobState
 from awa.limits import RateLimit
+from awa.storage import runtimes
 from awa.storage.jobs import JobInfo
 from awa.storage.schema import Schema
 from tests.storage import lives
@@ -155,7 +156,7 @@ def test_runtimes_are_live_stale_gone_or_ended(conn: Conn) -> None:
     )
     fall_silent(conn, fenced)
     fence(conn, fenced)
-    conn.execute("UPDATE awa.runtime_instances SET ended_at = now() WHERE id = %s", (left,))
+    runtimes.leave(conn, Schema(), left, newest_claim=0)
     conn.execute(
         "INSERT INTO awa.leases (name, runtime, expires_at) VALUES ('maintenance', %s, now() + interval '1 h')",
         (alive,),
@@ -163,6 +164,9 @@ def test_runtimes_are_live_stale_gone_or_ended(conn: Conn) -> None:
     conn.execute('UPDATE awa.runtime_instances SET queues = \'[{"name": "b"}, {"name": "a"}]\' WHERE id = %s', (alive,))
     found = rows(conn, "SELECT * FROM awa.runtime_overview ORDER BY id")
     assert [row["state"] for row in found] == ["live", "stale", "gone", "ended"]
+    assert [one.state for one in Admin(Schema(), lambda: nullcontext(conn)).list_runtimes(include_ended=True)] == [
+        row["state"] for row in found
+    ]
     assert [row["is_leader"] for row in found] == [True, False, False, False]
     assert (found[0]["threads"], found[0]["busy"], found[0]["queues"], found[1]["queues"]) == (4, 3, ["b", "a"], [])
     conn.execute("UPDATE awa.leases SET expires_at = now() - interval '1 s'")
