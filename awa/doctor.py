@@ -735,8 +735,8 @@ def _workers(look: Look) -> Iterator[Finding]:
         yield Finding("workers", "warning", text, look.awa(f"runtime resume {quiet[0].id}"), facts)
     else:
         asked = f", {len(quiet)} of them quiet" if quiet else ""
-        many = f"{len(live)} runtime{'s' if len(live) > 1 else ''} live{asked}"
-        yield Finding("workers", "ok", f"{many}, and serve {listed(sorted(look.served))}", facts=facts)
+        text = f"{len(live)} live worker{'s' if len(live) > 1 else ''}{asked}, for {listed(sorted(look.served))}"
+        yield Finding("workers", "ok", text, facts=facts)
 
 
 LEADERLESS = 30.0
@@ -829,7 +829,9 @@ def _drift(look: Look) -> Iterator[Finding]:
             if row.versions > 1
             else f"{row.what} {row.name} is described otherwise by live workers than in the catalogue"
         )
-        text += f": runtimes {listed(others)} differ from what is stored" if others else ""
+        if others:
+            who, verb = ("runtime", "differs") if len(others) == 1 else ("runtimes", "differ")
+            text += f": {who} {listed(others)} {verb} from what is stored"
         command = f"{'queue' if row.what == 'queue' else 'kind'} show {shlex.quote(row.name)}"
         mend = f"{look.worker}  # restart the runtimes of old code; `{look.awa(command)}` shows what differs"
         yield Finding("drift", "warning", text, mend, {row.what: row.name, "runtimes": others})
@@ -878,7 +880,7 @@ def _kinds(look: Look) -> Iterator[Finding]:
             if row.is_unknown
             else "no live worker of it handles that kind"
         )
-        text = f"{_jobs(row.jobs)} of kind {row.kind} wait in queue {row.queue}: {who}"
+        text = f"{_jobs(row.jobs)} of kind {row.kind} wait{'s' if row.jobs == 1 else ''} in queue {row.queue}: {who}"
         mend = f"{look.worker} --queue {shlex.quote(row.queue)}  # of code that has a task of kind {row.kind}; or "
         mend += (
             "`" + look.awa(f"job cancel {shlex.quote('kind:' + row.kind)} {shlex.quote('queue:' + row.queue)}") + "`"

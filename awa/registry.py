@@ -208,7 +208,8 @@ class Task(Generic[P, R]):
         """
         if not isinstance(self.codec, FunctionCodec):
             raise ConfigError(
-                f"{_where(self.func)} takes a job: insert its args, of type {self.args_type!r}, themselves"
+                f"{_where(self.func)} takes a job, so there is nothing to bind: insert its args themselves, as in"
+                f" client.insert({getattr(self.args_type, '__name__', self.args_type)}(...))"
             )
         return BoundArgs(self, self.codec.bind(*args, **kwargs))
 

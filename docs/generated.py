@@ -51,8 +51,14 @@ def _command(name: str, command: click.Command, level: int) -> str:
 
 
 def _prose(help_text: str) -> str:
-    paragraphs = [" ".join(each.split()) for each in help_text.replace("\b", "").split("\n\n")]
-    return "\n\n".join(_escaped(each) for each in paragraphs)
+    return "\n\n".join(map(_paragraph, help_text.split("\n\n")))
+
+
+def _paragraph(text: str) -> str:
+    # click's mark of what is to keep its lines
+    if text.startswith("\b\n"):
+        return f"```text\n{text[2:].rstrip()}\n```"
+    return _escaped(" ".join(text.replace("\b", "").split()))
 
 
 def _cell(text: str) -> str:

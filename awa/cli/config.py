@@ -12,7 +12,8 @@ from awa.cli.output import Column, Table, print_json
 from awa.cli.target import database_options, refuse_address
 from awa.config import Found, embedded_allowed, find_database, load_settings, redact
 
-_COLUMNS = (Column("setting"), Column("value"), Column("from"))
+_COLUMNS = (Column("setting"), Column("from"), Column("value"))
+"""What may be long comes last, and is never cut: who looks at a setting wants all of it."""
 
 
 @click.group()
@@ -45,8 +46,8 @@ def show(database: str | None, schema_name: str | None, as_json: bool, module: s
         told = {name: {"value": _plain(name, value), "from": source} for name, (value, source) in values.items()}
         print_json({"database": where, "settings": told})
         return
-    rows = [("database", where["address"] or "-", where["from"])]
-    rows += [(name, _text(name, value), source) for name, (value, source) in values.items()]
+    rows = [("database", where["from"], where["address"] or "-")]
+    rows += [(name, source, _text(name, value)) for name, (value, source) in values.items()]
     Table(_COLUMNS).print(rows)
 
 

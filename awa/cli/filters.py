@@ -69,6 +69,8 @@ def parse_filter(words: Sequence[str]) -> Filter:
         elif not colon or key not in KEYS:
             keyed = re.match(rf"(?:--)?({'|'.join(KEYS)})=", word)
             meant = f"; for {short(word, 40)} say {keyed[1]}:{short(word[keyed.end() :], 40)}" if keyed else ""
+            if word in list(JobState):
+                meant = f"; for jobs that are {word} say state:{word}"
             raise click.UsageError(
                 f"{short(repr(word), 80)} is no filter: give a job's id, or KEY:VALUE; the keys are {', '.join(KEYS)}"
                 f"{meant}"

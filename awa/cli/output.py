@@ -186,7 +186,8 @@ class Table:
         if not self._has_head:
             titles = self._padded([column.title for column in self._columns], widths)
             text.append((" " * GAP).join(titles).rstrip() + "\n", "bold")
-            text.append("─" * (sum(widths) + GAP * (len(widths) - 1)) + "\n", "dim")
+            width = sum(widths) + GAP * (len(widths) - 1)
+            text.append("─" * min(width, self._room or width) + "\n", "dim")
         for row in cells:
             padded = self._padded([cell for cell, _ in row], widths)
             for number, (shown, (_, style)) in enumerate(zip(padded, row, strict=True)):

@@ -198,3 +198,6 @@ def _answer(target: Target, info: RuntimeInfo, text: str) -> None:
         print_json(runtime_facts(info))
     else:
         echo(text)
+    if info.state == "stale":
+        silence = age(info.silent_seconds)
+        echo(f"worker {info.id} has been silent for {silence}: it hears this only if it lives all the same", err=True)

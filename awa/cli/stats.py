@@ -7,8 +7,10 @@ from datetime import UTC, datetime, timedelta
 
 import click
 
-from awa.cli.output import Cell, Column, Table, echo, facts, local_time, print_json
+from awa.cli.output import Cell, Column, Table, echo, facts, local_time, print_json, safe
 from awa.cli.target import Target, refuse_address, with_target
+from awa.client import Client
+from awa.errors import KindNotFound, QueueNotFound
 from awa.storage.statistics import LENGTHS, SUBJECTS, Percentiles, Statistics, Subject, Window
 
 LATE = timedelta(minutes=1)
@@ -45,6 +47,8 @@ def stats(target: Target, name: str | None, by: Subject, window: str | None) -> 
     """
     with target.client() as client:
         found = client.admin.statistics(by, name=name)
+        if name is not None and not any(window.started for window in found[0].windows.values()):
+            _doubt_name(client, name, by)
     if window is not None:
         found = [Statistics(one.name, {window: one.windows[window]}) for one in found]
     if target.as_json:
@@ -60,6 +64,14 @@ def stats(target: Target, name: str | None, by: Subject, window: str | None) -> 
         _warn(one.windows[label] for one in found)
     else:
         echo("no attempt has ended in the last 24 hours, as far as was gathered", err=True)
+
+
+def _doubt_name(client: Client, name: str, by: Subject) -> None:
+    """Tell who is shown noughts of a name that it is none; no error, since they are true."""
+    try:
+        client.admin.get_queue(name) if by == "queue" else client.admin.get_kind(name)
+    except (QueueNotFound, KindNotFound) as error:
+        echo(f"awa: {safe(error)}", err=True)
 
 
 def print_statistics(statistics: Statistics, by: Subject = "queue") -> None:

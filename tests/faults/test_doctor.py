@@ -166,7 +166,7 @@ def test_workers(conn: Conn, database: str, client: awa.Client, start_worker: St
     assert problem(conn, "health").facts == {"runtime": second, "unhealthy": ["heartbeat is hung"]}
     assert f"0.0.9: runtimes {second}" in problem(conn, "versions").text
     drift = problem(conn, "drift")
-    assert f"queue mail is described in 2 ways by live workers: runtimes {second} differ" in drift.text
+    assert f"queue mail is described in 2 ways by live workers: runtime {second} differs" in drift.text
     assert problem(conn, "overdue").level == "error"
     assert not problems(conn, "workers")
 
@@ -202,7 +202,7 @@ def test_queues(conn: Conn, database: str, client: awa.Client, start_worker: Sta
     assert "queue my mail was paused" in paused.text and "by ada (provider is down), and has 3 jobs" in paused.text
     assert unserved.level == "error" and unserved.facts == {"queue": "lonely", "available": 1}
     assert mend(unserved) == "python -m awa.worker MODULE --queue lonely"
-    assert "1 job of kind odd kind wait in queue default" in kinds.text
+    assert "1 job of kind odd kind waits in queue default" in kinds.text
 
     many = [awa.NewJob({}, kind="known", queue=f"left {number:02}") for number in range(MOST + 5)]
     client.insert_many(many)

@@ -164,6 +164,9 @@ def test_runtimes_are_live_stale_gone_or_ended(conn: Conn) -> None:
     conn.execute('UPDATE awa.runtime_instances SET queues = \'[{"name": "b"}, {"name": "a"}]\' WHERE id = %s', (alive,))
     found = rows(conn, "SELECT * FROM awa.runtime_overview ORDER BY id")
     assert [row["state"] for row in found] == ["live", "stale", "gone", "ended"]
+    assert [one.state for one in Admin(Schema(), lambda: nullcontext(conn)).list_runtimes(include_ended=True)] == [
+        row["state"] for row in found
+    ]
     assert [row["is_leader"] for row in found] == [True, False, False, False]
     assert (found[0]["threads"], found[0]["busy"], found[0]["queues"], found[1]["queues"]) == (4, 3, ["b", "a"], [])
     conn.execute("UPDATE awa.leases SET expires_at = now() - interval '1 s'")

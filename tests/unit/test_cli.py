@@ -45,6 +45,7 @@ def test_words_make_a_filter() -> None:
     [
         ("colour:red", "the keys are id, kind, queue, state, tag"),
         ("email", "the keys are id, kind, queue, state, tag"),
+        ("failed", "for jobs that are failed say state:failed"),
         ("state:broken", "there are scheduled, available, running"),
         ("state:", "there are scheduled"),
         ("id:x", "id must be an int"),

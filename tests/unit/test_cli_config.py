@@ -43,7 +43,7 @@ def test_every_setting_is_told_with_its_origin_and_no_password() -> None:
     assert told["database"]["from"] == "AWA_DATABASE_URL" and "db.example" in told["database"]["address"]
     text = show(**environment)
     assert SECRET not in text.output
-    assert ["notify", "on", "default"] in [line.split() for line in text.stdout.splitlines()]
+    assert ["notify", "default", "on"] in [line.split() for line in text.stdout.splitlines()]
     typed = show("--database", f"postgresql://ada:{SECRET}@typed.example/app", "--json", **environment)
     assert json.loads(typed.stdout)["database"]["from"] == "--database" and SECRET not in typed.output
 

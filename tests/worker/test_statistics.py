@@ -70,4 +70,7 @@ def test_a_worker_gathers_what_its_handlers_did(
     shown = json.loads(ask("queue", "show", "mail", "--json").stdout)
     assert shown["statistics"]["24h"]["completed"] == 160
     assert "wait p50" in ask("queue", "show", "mail").stdout
+    assert "no queue 'male' is known" in ask("stats", "male").stderr
+    assert "no kind 'mail' is known" in ask("stats", "--by", "kind", "mail").stderr
+    assert not ask("stats", "mail").stderr
     assert "--window" in ask("stats", "--window", "1d", code=2).stderr
