@@ -236,9 +236,11 @@ ADD_OPEN = f"""{_add(_OPEN_CLAIMS)}, forgotten AS (
 # Whoever has it is the only one that adds; what it then reads, in statements of its own, says what was added before.
 HOLD = "SELECT FROM awa.statistics_progress t FOR UPDATE SKIP LOCKED"
 
-# Planned so, every statement finds its rows by index, whatever the statistics say.
+# Planned so, every statement finds its rows by index, whatever the statistics say. Who has these tables to himself, as
+# a VACUUM FULL, is not waited for: what else the leader does would wait too.
 PLANNED = """
-    SELECT set_config('plan_cache_mode', 'force_generic_plan', true), set_config('enable_seqscan', 'off', true),
+    SELECT set_config('lock_timeout', '200ms', true),
+           set_config('plan_cache_mode', 'force_generic_plan', true), set_config('enable_seqscan', 'off', true),
            set_config('enable_bitmapscan', 'off', true), set_config('enable_memoize', 'off', true),
            set_config('max_parallel_workers_per_gather', '0', true), set_config('jit', 'off', true)
 """
@@ -302,7 +304,9 @@ def add_open(conn: Connection[Any], schema: Schema, *, after: int, limit: int) -
 
 def end_round(conn: Connection[Any], schema: Schema, began: datetime) -> None:
     """Note that everything that had ended when the round *began* has been added."""
-    conn.execute(schema.sql(END_ROUND), {"began": began})
+    with conn.transaction():
+        conn.execute(PLANNED)
+        conn.execute(schema.sql(END_ROUND), {"began": began})
 
 
 def delete_old(conn: Connection[Any], schema: Schema, *, now: datetime | None = None) -> None:
@@ -312,7 +316,9 @@ def delete_old(conn: Connection[Any], schema: Schema, *, now: datetime | None = 
         now: What to take for now; None: the database's clock.
     """
     for step, kept in KEPT.items():
-        conn.execute(schema.sql(DELETE_OLD), {"step": step, "kept": kept.total_seconds(), "now": now})
+        with conn.transaction():
+            conn.execute(PLANNED)
+            conn.execute(schema.sql(DELETE_OLD), {"step": step, "kept": kept.total_seconds(), "now": now})
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from awa.storage.migrate import load_migrations, migrate
 from awa.storage.snapshot import one_snapshot
 from awa.storage.statistics import Percentiles
 from awa.worker.maintenance.ring import Ring
-from awa.worker.maintenance.statistics import Statistics
+from awa.worker.maintenance.statistics import LOCKED, Statistics
 from tests.storage.engine import (
     AWA,
     Conn,
@@ -335,6 +335,19 @@ def test_a_clock_that_is_set_back_hides_nothing_for_good(conn: Conn, admin: Admi
     assert admin.statistics()[0].windows["1h"].per_second == 0.0
     assert admin.statistics_history("queue", "q", step="minute") == []
     conn.execute("UPDATE awa.statistics_progress SET began_at = began_at - interval '5 h'")
+    assert completed(admin) == 2
+
+
+def test_nobody_waits_for_one_who_locks_the_tables(conn: Conn, other: Conn, admin: Admin) -> None:
+    """Rescue and promotion go over the same connection."""
+    run(conn, register(conn), 2)
+    conn.execute("SET statement_timeout = '10s'")
+    chore = Statistics(AWA)
+    for table in ("statistics", "statistics_progress", "statistics_claims"):
+        with transaction(other):
+            other.execute(f"LOCK TABLE awa.{table} IN ACCESS EXCLUSIVE MODE")
+            assert chore.run(conn, 0.0) == LOCKED
+    chore.run(conn, 0.0)
     assert completed(admin) == 2
 
 

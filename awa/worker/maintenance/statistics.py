@@ -13,6 +13,7 @@ from datetime import datetime
 from time import monotonic
 
 from psycopg import Connection
+from psycopg.errors import LockNotAvailable
 
 from awa.storage import statistics
 from awa.storage.schema import Schema
@@ -44,6 +45,10 @@ PATIENCE = 5.0
 """Most seconds of work that a segment is kept for which is to be emptied."""
 
 
+LOCKED = 10.0
+"""Seconds until the next try when somebody locks a table."""
+
+
 class Statistics:
     """Adds to the statistics what has ended since.
 
@@ -68,13 +73,17 @@ class Statistics:
             self._conn, self._steps = conn, None
         steps = self._steps or self.gather(conn)
         self._steps = None  # for good, if it raises
-        for _ in steps:
-            if monotonic() - began >= BUDGET:
-                self._steps = steps
-                return (monotonic() - began) * PACE
-        if began >= self._keep_at:
-            self._keep_at = began + KEEPING
-            statistics.delete_old(conn, self._schema, now=self._now())
+        try:
+            for _ in steps:
+                if monotonic() - began >= BUDGET:
+                    self._steps = steps
+                    return (monotonic() - began) * PACE
+            if began >= self._keep_at:
+                statistics.delete_old(conn, self._schema, now=self._now())
+                self._keep_at = began + KEEPING
+        except LockNotAvailable:
+            log.warning("somebody has a table of the statistics to himself: again in %.0f s", LOCKED)
+            return LOCKED
         return max(PAUSE, (monotonic() - began) * PACE)
 
     def catch_up(self, conn: Connection) -> Generator[None, None, None]:
