@@ -118,7 +118,7 @@ def _ask_database(database: str | None, schema: Schema) -> Answer:
             for worker in workers
         ],
     }
-    lines = [f"schema {schema.name}: {facts['status']}, {len(workers)} workers"]
+    lines = [f"schema {schema.name}: {facts['status']}, {len(workers)} worker{'' if len(workers) == 1 else 's'}"]
     for worker in workers:
         state = "heard" if worker.is_heard else "taken for dead" if worker.is_gone else "silent"
         place = f"host {worker.hostname}, process {worker.pid}"

@@ -19,7 +19,7 @@ LATE = timedelta(minutes=1)
 _COLUMNS = (
     Column("completed", is_number=True),
     Column("/s", is_number=True),
-    Column("retried", is_number=True),
+    Column("retried", is_number=True, needs_width=90),
     Column("failed", is_number=True),
     Column("cancelled", is_number=True, needs_width=120),
     Column("rescued", is_number=True, needs_width=120),

@@ -375,6 +375,9 @@ FORGET_VERSIONS = f"""
               FOR UPDATE OF o))
 """
 
+IMPATIENT = "SELECT set_config('lock_timeout', '200ms', true)"
+"""Who has a table to himself, as a VACUUM FULL, is not waited for: what else the leader does would wait too."""
+
 
 def forget(conn: Connection[Any], schema: Schema, *, after: float, limit: int, now: datetime | None = None) -> int:
     """Delete up to *limit* rows of each table that no worker has seen for so long; returns how many.
@@ -382,6 +385,11 @@ def forget(conn: Connection[Any], schema: Schema, *, after: float, limit: int, n
     Args:
         after: Seconds; a row stays for three ticks at least, and what a hash stands for two hours.
         now: What to take for now; None: the database's clock.
+
+    Raises:
+        psycopg.errors.LockNotAvailable: Somebody has one of the tables, or rows, to himself; nothing was deleted.
     """
     params = {"after": after, "limit": limit, "now": now}
-    return sum(conn.execute(schema.sql(query), params).rowcount for query in (*FORGET.values(), FORGET_VERSIONS))
+    with conn.transaction():
+        conn.execute(IMPATIENT)
+        return sum(conn.execute(schema.sql(query), params).rowcount for query in (*FORGET.values(), FORGET_VERSIONS))

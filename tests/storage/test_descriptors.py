@@ -21,6 +21,7 @@ from awa.descriptors import Descriptor
 from awa.storage import descriptors, queues, runtimes
 from awa.storage.descriptors import Drift
 from awa.storage.snapshot import one_snapshot
+from awa.worker.maintenance import descriptors as maintenance
 from tests.storage.engine import (
     AWA,
     Background,
@@ -308,6 +309,21 @@ def test_what_nobody_has_seen_for_long_is_forgotten(conn: Conn) -> None:
     fall_silent(conn, runtime)
     assert forget(3600) == (["new"], ["new"])
     assert forget(3600, now=datetime.now(UTC) + timedelta(hours=3)) == ([], [])
+
+
+def test_a_leader_waits_for_nobody_who_locks_the_catalogue(conn: Conn, other: Conn) -> None:
+    """Rescue and promotion go over the same connection."""
+    declare(conn, OLD)
+    age(conn, 3600)
+    conn.execute("SET statement_timeout = '10s'")
+    chore = maintenance.Descriptors(AWA, retention=1.0)
+    for table in ("queue_descriptors", "descriptor_versions"):
+        with transaction(other):
+            other.execute(f"LOCK TABLE awa.{table} IN ACCESS EXCLUSIVE MODE")
+            assert chore.run(conn, 0.0) == maintenance.PAUSE
+    assert len(rows(conn, "descriptor_hash")) == 1
+    chore.run(conn, 0.0)
+    assert rows(conn, "descriptor_hash") == []
 
 
 def test_a_version_that_a_start_relies_on_is_seen_anew(conn: Conn) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from datetime import datetime
 
 from psycopg import Connection
+from psycopg.errors import LockNotAvailable
 
 from awa.storage.descriptors import forget
 from awa.storage.schema import Schema
+
+log = logging.getLogger("awa.maintenance")
 
 BATCH = 500
 
@@ -37,5 +41,9 @@ class Descriptors:
         """Delete one batch."""
         if not self._retention:
             return PAUSE
-        deleted = forget(conn, self._schema, after=self._retention, limit=BATCH, now=self._now())
+        try:
+            deleted = forget(conn, self._schema, after=self._retention, limit=BATCH, now=self._now())
+        except LockNotAvailable:
+            log.warning("somebody has a table of the catalogue to himself: again in %.0f s", PAUSE)
+            return PAUSE
         return 0.0 if deleted >= BATCH else self._pause
