@@ -390,6 +390,7 @@ def forget(conn: Connection[Any], schema: Schema, *, after: float, limit: int, n
         psycopg.errors.LockNotAvailable: Somebody has one of the tables, or rows, to himself; nothing was deleted.
     """
     params = {"after": after, "limit": limit, "now": now}
-    with conn.transaction():
+    with conn.pipeline(), conn.transaction():  # on their way together: who freezes leaves no transaction open
         conn.execute(IMPATIENT)
-        return sum(conn.execute(schema.sql(query), params).rowcount for query in (*FORGET.values(), FORGET_VERSIONS))
+        deleted = [conn.execute(schema.sql(query), params) for query in (*FORGET.values(), FORGET_VERSIONS)]
+    return sum(cursor.rowcount for cursor in deleted)

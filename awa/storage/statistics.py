@@ -7,13 +7,13 @@ neighbours in that row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
 from psycopg import Connection, Cursor
+from psycopg.errors import LockNotAvailable
 from psycopg.rows import tuple_row
 
 from awa.storage.schema import Schema
@@ -234,7 +234,7 @@ ADD_OPEN = f"""{_add(_OPEN_CLAIMS)}, forgotten AS (
 """
 
 # Whoever has it is the only one that adds; what it then reads, in statements of its own, says what was added before.
-HOLD = "SELECT FROM awa.statistics_progress t FOR UPDATE SKIP LOCKED"
+HOLD = "SELECT FROM awa.statistics_progress t FOR UPDATE NOWAIT"
 
 # Planned so, every statement finds its rows by index, whatever the statistics say. Who has these tables to himself, as
 # a VACUUM FULL, is not waited for: what else the leader does would wait too.
@@ -265,9 +265,7 @@ def begin_round(conn: Connection[Any], schema: Schema) -> tuple[datetime, int]:
 
 def list_news(conn: Connection[Any], schema: Schema, *, after: str, limit: int) -> list[tuple[str, bool]]:
     """The next queues by name that have claims, and whether any of these is new."""
-    with conn.transaction():
-        conn.execute(PLANNED)
-        return [(queue, is_new) for queue, is_new in _rows(conn, schema, LIST_NEWS, after=after, limit=limit)]
+    return [(queue, is_new) for queue, is_new in _at_once(conn, schema, LIST_NEWS, after=after, limit=limit)]
 
 
 def add_new(
@@ -280,33 +278,31 @@ def add_new(
         limit: Most claims of each queue.
 
     Returns:
-        How many claims of each queue; None when somebody else is adding.
+        How many claims of each queue; None when somebody else is adding, or has one of the tables to himself.
     """
-    with _holding(conn, schema) as is_held:
-        if not is_held:
-            return None
-        params = {"queues": list(queues), "upto": upto, "limit": limit, "outcomes": list(OUTCOMES)}
-        return dict(_rows(conn, schema, ADD_NEW, **params))
+    params = {"queues": list(queues), "upto": upto, "limit": limit, "outcomes": list(OUTCOMES)}
+    try:
+        return dict(_at_once(conn, schema, HOLD, ADD_NEW, **params))
+    except LockNotAvailable:
+        return None
 
 
 def add_open(conn: Connection[Any], schema: Schema, *, after: int, limit: int) -> tuple[int, int] | None:
     """Add what has ended since of the next claims that are remembered.
 
     Returns:
-        How many claims these were, and the last; None when somebody else is adding.
+        How many claims these were, and the last; None when somebody else is adding, or has a table to himself.
     """
-    with _holding(conn, schema) as is_held:
-        if not is_held:
-            return None
-        [(count, last)] = _rows(conn, schema, ADD_OPEN, after=after, limit=limit, outcomes=list(OUTCOMES))
-        return count, last or 0
+    try:
+        [(count, last)] = _at_once(conn, schema, HOLD, ADD_OPEN, after=after, limit=limit, outcomes=list(OUTCOMES))
+    except LockNotAvailable:
+        return None
+    return count, last or 0
 
 
 def end_round(conn: Connection[Any], schema: Schema, began: datetime) -> None:
     """Note that everything that had ended when the round *began* has been added."""
-    with conn.transaction():
-        conn.execute(PLANNED)
-        conn.execute(schema.sql(END_ROUND), {"began": began})
+    _at_once(conn, schema, END_ROUND, began=began)
 
 
 def delete_old(conn: Connection[Any], schema: Schema, *, now: datetime | None = None) -> None:
@@ -316,16 +312,21 @@ def delete_old(conn: Connection[Any], schema: Schema, *, now: datetime | None = 
         now: What to take for now; None: the database's clock.
     """
     for step, kept in KEPT.items():
-        with conn.transaction():
+        _at_once(conn, schema, DELETE_OLD, step=step, kept=kept.total_seconds(), now=now)
+
+
+def _at_once(conn: Connection[Any], schema: Schema, *queries: str, **params: Any) -> list[tuple[Any, ...]]:
+    """The rows of the last of *queries*, which has the *params*, of all in one transaction.
+
+    All of it is on its way before anything is answered: a process that freezes leaves no transaction open.
+    """
+    with Cursor(conn, row_factory=tuple_row) as cursor:
+        with conn.pipeline(), conn.transaction():
             conn.execute(PLANNED)
-            conn.execute(schema.sql(DELETE_OLD), {"step": step, "kept": kept.total_seconds(), "now": now})
-
-
-@contextmanager
-def _holding(conn: Connection[Any], schema: Schema) -> Iterator[bool]:
-    with conn.transaction():
-        conn.execute(PLANNED)
-        yield bool(_rows(conn, schema, HOLD))
+            for query in queries[:-1]:
+                conn.execute(schema.sql(query))
+            cursor.execute(schema.sql(queries[-1]), params)
+        return cursor.fetchall() if cursor.description else []
 
 
 def _rows(conn: Connection[Any], schema: Schema, query: str, **params: Any) -> list[tuple[Any, ...]]:

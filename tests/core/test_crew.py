@@ -163,7 +163,10 @@ def test_a_deadline_hits_the_handler_and_no_thread_that_it_is_just_starting() ->
         wait_until(lambda attempt=attempt: attempt.expire(DeadlineExceeded))
         wait_until(lambda attempt=attempt: attempt.is_over)
     staff.end()
-    assert [type(error) for _, error in staff.concluded] == [DeadlineExceeded] * 100
+    # Thread.start() tidies up what it was in, and may fail at that
+    errors = [error for _, error in staff.concluded if error is not None]
+    assert len(errors) == 100
+    assert all(isinstance(one, DeadlineExceeded) or isinstance(one.__context__, DeadlineExceeded) for one in errors)
 
 
 def test_handlers_that_end_just_when_they_are_abandoned_have_one_end_each() -> None:
