@@ -390,7 +390,7 @@ def forget(conn: Connection[Any], schema: Schema, *, after: float, limit: int, n
         psycopg.errors.LockNotAvailable: Somebody has one of the tables, or rows, to himself; nothing was deleted.
     """
     params = {"after": after, "limit": limit, "now": now}
-    with conn.pipeline(), conn.transaction():  # on their way together: who freezes leaves no transaction open
+    with conn.pipeline():  # one transaction, on its way as a whole: who freezes leaves none open
         conn.execute(IMPATIENT)
         deleted = [conn.execute(schema.sql(query), params) for query in (*FORGET.values(), FORGET_VERSIONS)]
     return sum(cursor.rowcount for cursor in deleted)

@@ -316,12 +316,13 @@ def delete_old(conn: Connection[Any], schema: Schema, *, now: datetime | None = 
 
 
 def _at_once(conn: Connection[Any], schema: Schema, *queries: str, **params: Any) -> list[tuple[Any, ...]]:
-    """The rows of the last of *queries*, which has the *params*, of all in one transaction.
+    """The rows of the last of *queries*, which has the *params*; all of them are one transaction, to autocommit.
 
-    All of it is on its way before anything is answered: a process that freezes leaves no transaction open.
+    All of it is on its way before anything is answered, and commits at its end: a process that freezes leaves no
+    transaction open.
     """
     with Cursor(conn, row_factory=tuple_row) as cursor:
-        with conn.pipeline(), conn.transaction():
+        with conn.pipeline():
             conn.execute(PLANNED)
             for query in queries[:-1]:
                 conn.execute(schema.sql(query))
