@@ -110,7 +110,7 @@ class Admin:
             state: A :class:`awa.JobState`, or its name; None: all states.
             queue, kind, tag: Only of this queue, of this kind, with this tag; None: of all.
             ids: Only these, 1 to 1000; None: all. Ids of which there is no job are passed over.
-            limit: Most jobs to return, 1 to 1000. A page ends early once 5,000 jobs were looked at.
+            limit: Most jobs to return, 1 to 1000. A page ends early once 3,000 jobs were looked at.
             after: ``after`` of the page before, with the same state and filters; None: the first page.
 
         Raises:

@@ -21,7 +21,7 @@ END $$;
 CREATE INDEX waiting_jobs_follows ON awa.waiting_jobs (awa.follows(follow_ups)) WHERE follow_ups IS NOT NULL;
 CREATE INDEX ended_jobs_follows ON awa.ended_jobs (awa.follows(follow_ups)) WHERE follow_ups IS NOT NULL;
 
--- As in 0011_inspect.sql, but up to 2 MiB from the end of the current slot: what is left out is read whole by each look
+-- As in 0011_inspect.sql, but up to 512 KiB from the end of the current slot: what is left out is read whole by each look
 -- for a job, and 8 MiB of it took several milliseconds.
 CREATE OR REPLACE FUNCTION awa.summarize_v1(p_slot smallint, p_from bigint, p_ranges integer) RETURNS bigint
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
@@ -35,7 +35,7 @@ BEGIN
         RETURN 0;
     END IF;
     IF p_slot = pg_sequence_last_value('awa.ring_seq') THEN
-        v_end := v_end - 256;
+        v_end := v_end - 64;
     END IF;
     WHILE v_page + 32 <= v_end AND v_page < p_from + 32 * p_ranges LOOP
         PERFORM brin_summarize_range(v_index, v_page);

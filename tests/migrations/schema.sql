@@ -4206,7 +4206,7 @@ BEGIN
         RETURN 0;
     END IF;
     IF p_slot = pg_sequence_last_value('awa.ring_seq') THEN
-        v_end := v_end - 256;
+        v_end := v_end - 64;
     END IF;
     WHILE v_page + 32 <= v_end AND v_page < p_from + 32 * p_ranges LOOP
         PERFORM brin_summarize_range(v_index, v_page);

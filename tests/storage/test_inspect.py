@@ -369,7 +369,7 @@ def test_the_index_of_ids_is_kept_up_to_date_but_where_jobs_are_being_inserted(
         fill(0, 80_000)
         finish()
     assert scalar(conn, "SELECT pg_relation_size('awa.jobs_0') / 8192") > 1200
-    assert left(0) == pytest.approx(256 / 32, abs=1)
+    assert left(0) == pytest.approx(64 / 32, abs=1)
     fill(2, 15_000)
     finish()
     assert left(2) <= 1  # the last range, which is not full
