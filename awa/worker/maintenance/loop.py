@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from psycopg import Connection, Notify
+from psycopg.errors import ReadOnlySqlTransaction
 
 from awa.storage.schema import Schema
 from awa.storage.trust import connect_trusted
@@ -102,8 +103,8 @@ class Maintenance(Service):
             if (is_rung and chore.hears_bell) or self._due.get(chore.name, 0.0) <= time.monotonic():
                 try:
                     again = chore.run(connection, self._leadership.held_seconds or 0.0)
-                except Exception:
-                    if connection.closed:
+                except Exception as error:
+                    if connection.closed or isinstance(error, ReadOnlySqlTransaction):  # no chore can do anything here
                         raise
                     log.exception("maintenance: %s failed", chore.name)
                     again = RETRY_AFTER
