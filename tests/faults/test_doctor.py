@@ -112,7 +112,7 @@ def test_a_check_that_may_not_look_or_takes_too_long_is_told(conn: Conn, databas
 def test_clocks_sequences_and_keys(conn: Conn, monkeypatch: pytest.MonkeyPatch) -> None:
     real = time.time
     with monkeypatch.context() as patch:
-        patch.setattr(time, "time", lambda: real() - 600)
+        patch.setattr(time, "time", lambda: real() - 630)
         assert "the database's clock is 10 min ahead of this machine's" in problem(conn, "clock").text
     conn.execute("SELECT setval('awa.entry_id_seq', 9000000000000000000)")
     low = problem(conn, "sequences")
