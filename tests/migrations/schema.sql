@@ -131,12 +131,15 @@ BEGIN
       FROM (SELECT l.lane, min(l.available_at) OVER of_priority AS since,
                    l.priority - floor(extract(epoch FROM clock_timestamp() - min(l.available_at) OVER of_priority)
                                       / p_aging) AS aged
-              FROM (SELECT u.lane::smallint AS lane, u.lane / 2 AS priority, j.available_at
-                      FROM generate_series(2, 9) u(lane)
-                     CROSS JOIN LATERAL awa.unclaimed(p_queue, 1, NULL, u.lane::smallint) e
+              FROM (SELECT r.lane, r.lane / 2 AS priority, min(j.available_at) AS available_at
+                      FROM awa.unclaimed_ranges(p_queue) r
                      CROSS JOIN LATERAL (SELECT j.available_at FROM awa.jobs j
-                                          WHERE j.slot = e.slot AND j.queue = p_queue AND j.lane = e.lane
-                                            AND j.xid = e.xid AND j.entry_id = e.entry_id LIMIT 1) j
+                                          WHERE j.queue = p_queue AND j.lane = r.lane
+                                            AND (j.xid, j.entry_id) > (r.lo_xid, r.lo_entry)
+                                            AND (j.xid, j.entry_id) < (r.hi_xid, r.hi_entry)
+                                            AND pg_visible_in_snapshot(j.xid, r.page_to)
+                                          ORDER BY j.xid, j.entry_id LIMIT 1) j
+                     GROUP BY r.lane
                     UNION ALL
                     SELECT 1, p_aside, p_since WHERE p_aside IS NOT NULL) l
             WINDOW of_priority AS (PARTITION BY l.lane / 2)) h;
@@ -4484,7 +4487,7 @@ CREATE FUNCTION awa.unclaimed_ranges(p_queue text) RETURNS TABLE(lane smallint, 
     SELECT p.lane, p.page_to,
            CASE WHEN p.is_begun THEN p.last_xid ELSE pg_snapshot_xmax(p.page_from) END,
            CASE WHEN p.is_begun THEN p.last_entry ELSE -1 END,
-           pg_snapshot_xmax(p.page_to), -1::bigint
+           awa.xid_before(pg_snapshot_xmax(p.page_to)), 9223372036854775807
       FROM page p WHERE p.is_plain
      UNION ALL
     SELECT p.lane, p.page_to, u.*

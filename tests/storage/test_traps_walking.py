@@ -104,6 +104,19 @@ def test_thousands_of_ended_jobs_at_the_head_and_in_the_middle_are_walked_over_o
     reads.check(rows=20, blocks=BLOCKS)
 
 
+def test_the_order_of_lanes_by_age_is_found_without_walking_over_ended_jobs(conn: Conn, reads: Reads) -> None:
+    """Guard: a lane is as old as its first entries are. Without it a claim a second reads all ended ones, each time."""
+    runtime = register(conn)
+    ended = many(conn, THOUSANDS)
+    insert(conn, 1)
+    assert len(claim(conn, runtime, limit=10).members) == 10  # and many are left: the lane is cut short
+    end_unclaimed(conn, ended[10:])
+    conn.execute("SELECT pg_sleep(1.01)")  # ages are looked at in the first claim of a second
+    reads.claim(runtime, limit=10)
+    assert any("h.aged" in plan.query for plan in reads.plans)
+    assert reads.rows <= 20 * 2 * 10 + 100  # twenty rounds of ended entries and their ends, and a little for each
+
+
 def test_late_transactions_with_thousands_of_ended_jobs_are_walked_over_once(
     conn: Conn, other: Conn, third: Conn, reads: Reads
 ) -> None:

@@ -1,0 +1,72 @@
+-- Looks at lanes that pass over what is not there: the order of lanes by age is found without walking over jobs that have
+-- ended, and counts do not walk over what an open transaction writes.
+--
+-- Replaces functions, in place, by ones that mean the same. Waits for no table. Works with awa 0.1 and later.
+
+-- As in 0028_overviews.sql; but what a transaction writes that began after the snapshot is not walked over: see
+-- awa.xid_before.
+CREATE OR REPLACE FUNCTION awa.unclaimed_ranges(p_queue text)
+RETURNS TABLE (lane smallint, page_to pg_snapshot, lo_xid xid8, lo_entry bigint, hi_xid xid8, hi_entry bigint)
+LANGUAGE sql STABLE ROWS 10 AS $$
+    WITH walk AS MATERIALIZED (
+        SELECT l.lane::smallint AS lane, coalesce(f.page_from, '1:1:'::pg_snapshot) AS page_from, f.page_to,
+               f.last_xid, f.last_entry
+          FROM (SELECT awa.frontier_of(p_queue) AS frontier OFFSET 0) t
+         CROSS JOIN generate_series(2, 9) l(lane)
+          LEFT JOIN LATERAL (SELECT f.* FROM unnest(t.frontier) f WHERE f.lane = l.lane) f ON true
+    ), page AS MATERIALIZED (
+        SELECT p.*,
+               pg_snapshot_xmin(p.page_from) = pg_snapshot_xmax(p.page_from)
+               AND pg_snapshot_xmin(p.page_to) = pg_snapshot_xmax(p.page_to) AS is_plain
+          FROM (SELECT w.lane, w.page_from, w.page_to, w.last_xid, w.last_entry, true AS is_begun
+                  FROM walk w WHERE w.page_to IS NOT NULL
+                 UNION ALL
+                SELECT w.lane, coalesce(w.page_to, w.page_from), pg_current_snapshot(), '0', 0, false FROM walk w) p
+    )
+    SELECT p.lane, p.page_to,
+           CASE WHEN p.is_begun THEN p.last_xid ELSE pg_snapshot_xmax(p.page_from) END,
+           CASE WHEN p.is_begun THEN p.last_entry ELSE -1 END,
+           awa.xid_before(pg_snapshot_xmax(p.page_to)), 9223372036854775807
+      FROM page p WHERE p.is_plain
+     UNION ALL
+    SELECT p.lane, p.page_to, u.*
+      FROM page p
+     CROSS JOIN LATERAL awa.page_ranges(p.page_from, p.page_to, p.last_xid, p.last_entry) r
+     CROSS JOIN LATERAL unnest(r.lo_xid, r.lo_entry, r.hi_xid, r.hi_entry) u
+     WHERE NOT p.is_plain
+$$;
+
+-- As in 0021_limits.sql; but a lane is as old as its first entries are, be they ended. To find the first that has not may
+-- be to read a million that were cancelled, again every second, while all others wait for the claim lock. A lane that
+-- comes first only for such entries is walked first by one round of one claim, which leaves a thousand of them behind.
+CREATE OR REPLACE FUNCTION awa.aged_order(p_queue text, p_aging double precision, p_aside smallint,
+                                          p_since timestamptz) RETURNS smallint[]
+LANGUAGE plpgsql STABLE
+SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off
+AS $$
+DECLARE
+    v_order smallint[];
+BEGIN
+    -- the two lanes of a priority stay together, the express one first: what it has is older than its rows tell
+    SELECT array_agg(h.lane ORDER BY h.aged, h.since, h.lane) INTO v_order
+      FROM (SELECT l.lane, min(l.available_at) OVER of_priority AS since,
+                   l.priority - floor(extract(epoch FROM clock_timestamp() - min(l.available_at) OVER of_priority)
+                                      / p_aging) AS aged
+              FROM (SELECT r.lane, r.lane / 2 AS priority, min(j.available_at) AS available_at
+                      FROM awa.unclaimed_ranges(p_queue) r
+                     CROSS JOIN LATERAL (SELECT j.available_at FROM awa.jobs j
+                                          WHERE j.queue = p_queue AND j.lane = r.lane
+                                            AND (j.xid, j.entry_id) > (r.lo_xid, r.lo_entry)
+                                            AND (j.xid, j.entry_id) < (r.hi_xid, r.hi_entry)
+                                            AND pg_visible_in_snapshot(j.xid, r.page_to)
+                                          ORDER BY j.xid, j.entry_id LIMIT 1) j
+                     GROUP BY r.lane
+                    UNION ALL
+                    SELECT 1, p_aside, p_since WHERE p_aside IS NOT NULL) l
+            WINDOW of_priority AS (PARTITION BY l.lane / 2)) h;
+    IF v_order IS NULL OR v_order = ARRAY(SELECT l FROM unnest(v_order) l
+                                         ORDER BY CASE l WHEN 1 THEN 2 * p_aside - 0.5 ELSE l END) THEN
+        RETURN NULL;
+    END IF;
+    RETURN v_order || ARRAY(SELECT l::smallint FROM generate_series(2, 9) l WHERE l <> ALL (v_order) ORDER BY l);
+END $$;
