@@ -16,6 +16,7 @@ from awa.embedded import Server
 from awa.storage.migrate import migrate
 from awa.storage.schema import Schema
 from awa.worker.heartbeat import Heartbeat
+from awa.worker.supervisor import Worker
 from tests.fixtures.db import wait_until
 from tests.fixtures.jobs import StartWorker, count, ended
 from tests.storage import engine
@@ -60,6 +61,11 @@ def look(client: awa.Client, job: awa.Inserted) -> Any:
         return None
 
 
+def wait_until_acknowledged(worker: Worker) -> None:
+    """Else the worker would rightly record again, after the crash, what nobody had told it is recorded."""
+    wait_until(lambda: not worker._claimer.has_something_to_record, 15)
+
+
 class Forgotten:
     """A worker, and a job of its that was completed, as its client was told, and is not any more."""
 
@@ -81,6 +87,7 @@ class Forgotten:
         forgetful.remember()  # the claim too
         goes_on.set()
         assert ended(self.client, self._job).state == "completed"
+        wait_until_acknowledged(self.worker)
         forgetful.crash()
         assert wait_until(self.look, 30).state != "completed", "it was not forgotten"
 
@@ -136,6 +143,7 @@ def test_a_forgotten_end_of_a_claim_that_is_not_done_is_released(
     assert ended(client, forgotten).state == "completed"
     with client.connection() as conn:
         assert count(conn, "SELECT count(*) FROM awa.claims WHERE nonce <> 0") == 1
+    wait_until_acknowledged(worker)
     forgetful.crash()
     assert wait_until(lambda: look(client, forgotten), 30).state != "completed", "it was not forgotten"
     wait_until(lambda: heartbeat._known.suspects, 30)
