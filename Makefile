@@ -24,15 +24,15 @@ demo: $(VENV)/demo.stamp ## run real jobs on a private PostgreSQL, kill a worker
 test: $(VENV)/dev.stamp ## run the quick tests on the system's PostgreSQL, the engine's core on the embedded one too
 	@if $(BIN)/python -c 'import os, sys; from awa.embedded import from_system; sys.exit(not from_system(os.environ))'
 	then
-		$(BIN)/python -m pytest $(TOGETHER) --pg=system -m 'not slow'
-		AWA_PROPERTY_STEPS=500 $(BIN)/python -m pytest $(TOGETHER) --pg=embedded -m 'not slow' $(CORE)
+		$(BIN)/python -m tests.steady $(TOGETHER) --pg=system -m 'not slow'
+		AWA_PROPERTY_STEPS=500 $(BIN)/python -m tests.steady $(TOGETHER) --pg=embedded -m 'not slow' -- $(CORE)
 	else
-		$(BIN)/python -m pytest $(TOGETHER) --pg=embedded -m 'not slow'
+		$(BIN)/python -m tests.steady $(TOGETHER) --pg=embedded -m 'not slow'
 	fi
 
 slow: $(VENV)/dev.stamp ## run the tests that take more than five seconds, and all storage tests on the embedded PostgreSQL
-	@$(BIN)/python -m pytest $(TOGETHER) -m slow
-	$(BIN)/python -m pytest $(TOGETHER) --pg=embedded -m 'not slow' tests/storage
+	@$(BIN)/python -m tests.steady $(TOGETHER) -m slow
+	$(BIN)/python -m tests.steady $(TOGETHER) --pg=embedded -m 'not slow' -- tests/storage
 
 lint: $(VENV)/dev.stamp ## check style and types
 	@$(BIN)/ruff check .
