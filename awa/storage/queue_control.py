@@ -42,6 +42,9 @@ Said = int | RateLimit | None
 QUIET_WITHIN = 10.0
 """Seconds that a pause waits for a claim that began before it. Maintenance ends a claim that takes longer."""
 
+HELD_WITHIN = 1.0
+"""Seconds for which limits are said again when claims, or another who says something of the queue, are in the way."""
+
 PATIENCE = 5.0
 """Seconds without progress after which cancelling or purging gives up."""
 
@@ -272,9 +275,10 @@ def resume_queue(conn: Connection[Any], schema: Schema, queue: str) -> None:
 
 
 def _said(conn: Connection[Any], schema: Schema, queue: str, text: str, params: dict[str, Any]) -> str:
-    happened = str(_ask(conn, schema, queue, text, params))
-    if happened == "busy":
-        raise _busy(queue)
+    until = time.monotonic() + HELD_WITHIN
+    while (happened := str(_ask(conn, schema, queue, text, params))) == "busy":
+        if time.monotonic() > until:
+            raise _busy(queue)
     return happened
 
 

@@ -212,6 +212,18 @@ def test_a_declaration_that_is_no_news_is_one_look(conn: Conn, other: Conn) -> N
     assert queue_control.declare_queue(conn, AWA, "q", Limits(max_running=4)) is True
 
 
+def test_a_limit_waits_for_another_who_says_something_of_the_queue(conn: Conn, other: Conn, admin: Admin) -> None:
+    """Guard: the database waits 50 ms for the row, so that claims are not held up; whoever says it asks it again."""
+    pause(conn)
+    with transaction(other):
+        resume(other)
+        limiting = Background(lambda: admin.set_limits("q", max_running=2))
+        conn.execute("SELECT pg_sleep(0.3)")
+        assert limiting.is_running
+        other.execute("COMMIT")
+    assert limiting.result().limits == Limits(max_running=2)
+
+
 def test_a_limit_waits_for_a_claim_that_is_open(conn: Conn, other: Conn, admin: Admin) -> None:
     """Guard (claim lock): without it the claim's attempts were counted by nobody."""
     runtime = register(conn)
