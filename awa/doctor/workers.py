@@ -9,7 +9,7 @@ from typing import Any
 from awa.doctor.finding import Finding
 from awa.doctor.look import Look
 from awa.storage import examine as sql
-from awa.storage.examine import LISTED
+from awa.storage.descriptors import Noun, read_descriptors
 from awa.version import VERSION
 from awa.wording import age, listed
 
@@ -115,19 +115,24 @@ def check_versions(look: Look) -> Iterator[Finding]:
 
 
 def check_drift(look: Look) -> Iterator[Finding]:
-    found = look.rows(sql.DRIFT, listed=LISTED)
-    for row in found:
-        others = row.others or []
-        text = (
-            f"{row.what} {row.name} is described in {row.versions} ways by live workers"
-            if row.versions > 1
-            else f"{row.what} {row.name} is described otherwise by live workers than in the catalogue"
-        )
-        if others:
+    is_well = True
+    nouns: tuple[Noun, ...] = ("kind", "queue")
+    for noun in nouns:
+        for name, info in sorted(read_descriptors(look, noun).items()):
+            if not info.drift:
+                continue
+            is_well = False
+            others = sorted(runtime for drift in info.drift for runtime in drift.runtimes)
+            versions = len(info.drift) + (info.live_runtimes > len(others))  # what is stored is one
             who, verb = ("runtime", "differs") if len(others) == 1 else ("runtimes", "differ")
+            text = (
+                f"{noun} {name} is described in {versions} ways by live workers"
+                if versions > 1
+                else f"{noun} {name} is described otherwise by live workers than in the catalogue"
+            )
             text += f": {who} {listed(others)} {verb} from what is stored"
-        command = f"{'queue' if row.what == 'queue' else 'kind'} show {shlex.quote(row.name)}"
-        mend = f"{look.worker}  # restart the runtimes of old code; `{look.awa(command)}` shows what differs"
-        yield Finding("drift", "warning", text, mend, {row.what: row.name, "runtimes": others})
-    if not found:
+            command = look.awa(f"{noun} show {shlex.quote(name)}")
+            mend = f"{look.worker}  # restart the runtimes of old code; `{command}` shows what differs"
+            yield Finding("drift", "warning", text, mend, {noun: name, "runtimes": others})
+    if is_well:
         yield Finding("drift", "ok", "live workers agree on what they say of queues and kinds")
