@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import sys
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 
 from awa.cli import main
 from awa.cli.filters import Filter, parse_filter, parse_ids
-from awa.cli.output import Column, Table, cut, pad, plain, print_json, safe, short, width_of
+from awa.cli.output import Column, Table, cut, local_time, pad, plain, print_json, safe, short, width_of
 from awa.cli.target import describe
 from awa.cli.values import duration, instant, json_object, most, rate, rate_text
 from awa.job import JobState
@@ -369,3 +370,17 @@ def test_every_command_and_option_says_what_it_is_for() -> None:
         return sum(look(f"{name} {word}", one) for word, one in below.items() if one is not None)
 
     assert look("awa", main) > 30
+
+
+def test_the_first_and_the_last_day_are_shown_in_any_zone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guard: rows of other programs have such times, and astimezone() fails."""
+    try:
+        for zone in ("Pacific/Kiritimati", "Pacific/Pago_Pago", "UTC"):
+            monkeypatch.setenv("TZ", zone)
+            time.tzset()
+            for at in (datetime.min, datetime.max):
+                assert local_time(at.replace(tzinfo=UTC)).startswith(at.isoformat(" ", "seconds")[:4])
+        assert local_time(datetime(2026, 1, 1, 12, tzinfo=UTC)) == "2026-01-01 12:00:00+00:00"
+    finally:
+        monkeypatch.undo()
+        time.tzset()
