@@ -11,10 +11,10 @@ from dataclasses import dataclass, fields
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from awa.errors import JobNotFound, ValidationError
+from awa.errors import ValidationError
 from awa.job import JobId, JobState
 from awa.options import check_queue
-from awa.storage.jobs import GET, JobInfo
+from awa.storage.jobs import GET, JobInfo, not_found
 from awa.storage.listing import ORDER, list_jobs
 from awa.storage.snapshot import Look
 
@@ -186,9 +186,7 @@ def job_details(look: Look, job_id: int) -> JobDetails:
     look.rows(WITH_BITMAPS)
     rows = look.rows(GET, id=job_id)
     if not rows:
-        raise JobNotFound(
-            f"no job has the id {job_id}: its history is gone, or its insert is not committed", job_id=job_id
-        )
+        raise not_found(job_id)
     job = JobInfo(*rows[0])
     entries = look.rows(ENTRIES, id=job_id)
     stored = [_attempt(*row) for *row, was_taken, _ in entries if was_taken]

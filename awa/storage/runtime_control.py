@@ -237,7 +237,10 @@ def order_quiet(
         )
         raise RuntimeNotFound(text, runtime=runtime)
     if found.state == "ended":
-        raise RuntimeNotFound(f"runtime {runtime} has ended: it claims nothing any more", runtime=runtime)
+        raise RuntimeNotFound(
+            f"runtime {runtime} has ended and claims nothing any more: `awa runtime list` shows which have not",
+            runtime=runtime,
+        )
     if is_quiet and not stands:
         raise RuntimeTooOld(
             f"runtime {runtime} is of awa {found.version}, which hears no order to be quiet: nothing was changed; end"

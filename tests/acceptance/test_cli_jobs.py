@@ -510,6 +510,7 @@ def test_priority(run: Run, five: list[awa.Inserted]) -> None:
 def test_what_is_not_found_is_exit_code_three(run: Run, command: list[str], five: list[awa.Inserted]) -> None:
     done = run(*command, "--yes", "998", "999")
     assert (done.exit_code, done.stdout) == (3, "998  not found\n999  not found\n")
+    assert "or its insert is not committed: see `awa job list`" in done.stderr
     assert answer(run(*command, "--json", "--yes", "999"), 3)["results"][0]["happened"] == "not_found"
 
 
