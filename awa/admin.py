@@ -480,6 +480,7 @@ class Admin:
 
         Raises:
             RuntimeNotFound: None has that number, or it has ended or was taken for dead.
+            RuntimeTooOld: Its awa does not hear such an order; nothing was changed.
             ValidationError: An argument cannot be meant; nothing was sent.
         """
         runtime_id, by = options.check_runtime(runtime_id), options.check_by(by)

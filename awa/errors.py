@@ -10,6 +10,7 @@
       KindNotFound (LookupError)     nothing is known of a kind of that name
       QueueBusy                      others held the queue, or some of its jobs: try again
       RuntimeNotFound (LookupError)  no worker has that number, or it has ended
+      RuntimeTooOld                  the worker's awa does not know what it was to be told
       UniqueConflict                 an equal job exists
       JobFailed, ResultNotKept       a job that was waited for has no result to give
       StaleAttempt                   the attempt was taken over
@@ -134,6 +135,20 @@ class RuntimeNotFound(AwaError, LookupError):
     def __init__(self, message: str, *, runtime: int | None) -> None:
         super().__init__(message)
         self.runtime = runtime
+
+
+class RuntimeTooOld(AwaError):
+    """A worker runs an awa that does not hear what it was to be told; nothing was changed.
+
+    Attributes:
+        runtime: Its number.
+        version: Of its awa.
+    """
+
+    def __init__(self, message: str, *, runtime: int, version: str) -> None:
+        super().__init__(message)
+        self.runtime = runtime
+        self.version = version
 
 
 class UniqueConflict(AwaError):

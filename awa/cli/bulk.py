@@ -202,6 +202,8 @@ def _do(target: Target, client: Client, action: Action, found: _Found, *, may_be
         told = [f"{count:,} {word.replace('_', ' ')}" for word, count in counts.items()]
         told += [f"{left:,} left"] if left else []
         echo(", ".join(told), err=True)
+    if counts["not_found"] and not target.as_json:  # there each has its message
+        echo("what is not found has no history any more, or its insert is not committed: see `awa job list`", err=True)
     if failure is not None:
         raise failure
     if left or any(counts[word] for word in WENT_WRONG):

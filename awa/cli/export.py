@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import secrets
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -57,8 +58,9 @@ def _cell(value: Any) -> Any:
 def written(output: Path | None) -> Iterator[Write]:
     """Write to a file, which is there once all of it is; None: to the standard output.
 
-    Until then it is ``FILE.part`` beside it, which is removed when something goes wrong. A link stays one, a file that
-    is replaced hands on who may read it, and what is no file, as a pipe or a device, is written to as it is.
+    Until then it is ``FILE.*.part`` beside it, of a name that no other export has, which is removed when something goes
+    wrong. A link stays one, a file that is replaced hands on who may read it, and what is no file, as a pipe or a
+    device, is written to as it is.
 
     Raises:
         click.ClickException: The file cannot be written.
@@ -74,19 +76,19 @@ def written(output: Path | None) -> Iterator[Write]:
             with place.open("w", **_HOW) as file:
                 yield lambda lines: _write(file, lines)
             return
-        part = place.with_name(place.name + ".part")
-        with part.open("w", **_HOW) as file:
-            try:
+        part = place.with_name(f"{place.name}.{secrets.token_hex(8)}.part")
+        try:
+            with part.open("x", **_HOW) as file:
                 if place.exists():
                     shutil.copymode(place, part)
                 yield lambda lines: _write(file, lines)
                 file.flush()
                 os.fsync(file.fileno())
-                part.replace(place)
-            except BaseException:
-                with suppress(OSError):
-                    part.unlink(missing_ok=True)
-                raise
+            part.replace(place)
+        except BaseException:  # Ctrl-C too
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
+            raise
     except BrokenPipeError:
         raise
     except OSError as error:

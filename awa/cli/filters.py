@@ -12,6 +12,7 @@ import click
 from awa import options
 from awa.admin import MOST_LISTED, Admin
 from awa.cli.output import short
+from awa.cli.values import job_id
 from awa.errors import ValidationError
 from awa.job import JobState
 from awa.storage.jobs import JobInfo
@@ -72,12 +73,12 @@ def parse_filter(words: Sequence[str]) -> Filter:
             if word in list(JobState):
                 meant = f"; for jobs that are {word} say state:{word}"
             raise click.UsageError(
-                f"{short(repr(word), 80)} is no filter: give a job's id, or KEY:VALUE; the keys are {', '.join(KEYS)}"
-                f"{meant}"
+                f"{short(repr(word), 80)} is no job's id, and no filter: give a number, or KEY:VALUE; the keys are"
+                f" {', '.join(KEYS)}{meant}"
             )
         match key:
             case "id":
-                ids += [_read_id(text) for text in value.split(",")]
+                ids += [job_id(text) for text in value.split(",")]
             case "state":
                 states += [_read_state(text) for text in value.split(",")]
             case _ if key in named:
@@ -88,22 +89,13 @@ def parse_filter(words: Sequence[str]) -> Filter:
 
 
 def parse_ids(words: Sequence[str]) -> tuple[int, ...]:
-    """The ids that *words* name.
+    """The ids that *words* name, such as ``12`` and ``id:12,13``.
 
     Raises:
-        click.UsageError: They say something else.
+        click.UsageError: One says something else.
     """
-    found = parse_filter(words)
-    if not found.has_only_ids:
-        raise click.UsageError("give jobs by their ids; `awa job list` finds jobs by filters")
-    return found.ids
-
-
-def _read_id(text: str) -> int:
-    try:
-        return options.check_job_id(int(text) if re.fullmatch(r"[0-9]{1,19}", text, re.ASCII) else text, "id")
-    except ValidationError as error:
-        raise click.UsageError(f"{error}; several have commas between them") from None
+    texts = [text for word in words for text in word.removeprefix("id:").split(",")]
+    return tuple(dict.fromkeys(map(job_id, texts)))
 
 
 def _read_state(text: str) -> JobState:

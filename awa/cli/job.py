@@ -18,12 +18,13 @@ from awa.cli.filters import KEYS, WAITING, Walk, parse_filter, parse_ids
 from awa.cli.output import as_json, echo, print_json, safe
 from awa.cli.shown import JobTable, job_facts, print_job
 from awa.cli.target import Target, refuse_address, with_target
-from awa.cli.values import duration, instant, json_object
+from awa.cli.values import duration, instant, job_id, json_object
+from awa.cli.values import priority as read_priority
 from awa.client import Client
 from awa.errors import JobNotFound, PermissionDenied, ValidationError
 from awa.job import JobState
-from awa.options import AFTER_FAILED, check_priority, check_queue, check_reason
-from awa.storage.jobs import JobInfo
+from awa.options import AFTER_FAILED, check_queue, check_reason
+from awa.storage.jobs import JobInfo, not_found
 
 LISTED = 20
 """Jobs that a list shows when nobody says how many."""
@@ -121,11 +122,11 @@ def show(context: click.Context, target: Target, words: tuple[str, ...]) -> None
     ids, missing = parse_ids(words), []
     found: list[JobInfo] = []
     with target.client() as client:
-        for job_id in ids:
+        for id_ in ids:
             try:
-                found.append(_details(client, job_id))
+                found.append(_details(client, id_))
             except JobNotFound:
-                missing.append(job_id)
+                missing.append(id_)
     if target.as_json:
         print_json({"jobs": [job_facts(one) for one in found], "not_found": missing})
     else:
@@ -133,8 +134,8 @@ def show(context: click.Context, target: Target, words: tuple[str, ...]) -> None
             if number:
                 echo("")
             print_job(one)
-    for job_id in missing:
-        echo(f"awa: no job has the id {job_id}: its history is gone, or its insert is not committed", err=True)
+    for id_ in missing:
+        echo(f"awa: {not_found(id_)}", err=True)
     context.exit(EXIT_NOT_FOUND if missing else 0)
 
 
@@ -195,7 +196,7 @@ def export(target: Target, words: tuple[str, ...], form: str, output: Path | Non
 @click.argument("args", metavar="[ARGS|-]", default="{}")
 @click.option("--app", metavar="MODULE[:NAME]", help="Insert as this application: its tasks check args, say options.")
 @click.option("--queue", metavar="NAME", help="Where it waits.")
-@click.option("--priority", type=int, metavar="1-4", help="1 runs first.")
+@click.option("--priority", type=read_priority, metavar="1-4", help="1 runs first.")
 @click.option("--max-attempts", type=int, metavar="N", help="1 to 1000.")
 @click.option("--timeout", type=duration, metavar="TIME", help="What an attempt may take: 90, 15min, 2h; 0: no limit.")
 @click.option("--run-at", type=instant, metavar="TIME", help="Not before: 2026-12-24T18:00:00+01:00.")
@@ -205,7 +206,7 @@ def export(target: Target, words: tuple[str, ...], form: str, output: Path | Non
 @click.option("--metadata", type=json_object, metavar="JSON", help="An object that travels along.")
 @click.option("--concurrency-key", metavar="KEY", help="Of those with the same, only so many run at once.")
 @click.option("--ordering-key", metavar="KEY", help="Those with the same run one after the other.")
-@click.option("--after", type=int, multiple=True, metavar="ID", help="Run after this job has completed; repeatable.")
+@click.option("--after", type=job_id, multiple=True, metavar="ID", help="Run after this job has completed; repeatable.")
 @click.option("--after-failed", type=click.Choice(AFTER_FAILED), help="What becomes of it when one of these has not.")
 @with_target
 def insert(
@@ -309,14 +310,13 @@ def move(target: Target, queue: str, words: tuple[str, ...], **flags: bool) -> N
 
 
 @job.command(cls=_Filtered, short_help="Give jobs another priority.")
-@click.argument("priority", type=int, metavar="PRIORITY")
+@click.argument("priority", type=read_priority, metavar="PRIORITY")
 @_ids_or_filter("Reprioritise")
 def priority(target: Target, priority: int, words: tuple[str, ...], **flags: bool) -> None:
     """Give jobs that wait or are available the PRIORITY 1, which runs first, to 4.
 
     Over a filter it asks first.
     """
-    check_priority(priority)
     action = bulk.Action(
         "reprioritise",
         WAITING,

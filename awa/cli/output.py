@@ -61,7 +61,11 @@ def short(text: object, most: int) -> str:
 
 def local_time(at: datetime | None) -> str:
     """*at* in this machine's time zone, with its offset."""
-    return "-" if at is None else at.astimezone().isoformat(" ", "seconds")
+    if at is None:
+        return "-"
+    with suppress(OverflowError, ValueError, OSError):  # the first and the last day that there are, or no zone for it
+        at = at.astimezone()
+    return at.isoformat(" ", "seconds")
 
 
 def compact(value: object) -> str:

@@ -40,12 +40,16 @@ Place = tuple[str, int]
 
 def _read_name(context: click.Context, parameter: click.Parameter, value: str) -> int | Place:
     refuse_address(context, parameter, value)
-    if re.fullmatch("[0-9]{1,19}", value, re.ASCII):
-        return int(value)
-    host, _, pid = value.rpartition(":")
-    if not host or not re.fullmatch("[0-9]{1,19}", pid, re.ASCII):
-        raise click.BadParameter(f"{short(repr(value), 60)} is neither the number of a worker nor HOST:PID", context)
-    return host, int(pid)
+    host, _, number = value.rpartition(":")
+    if re.fullmatch("[0-9]{1,19}", number, re.ASCII) and 1 <= int(number) < 2**63:
+        if host:
+            return host, int(number)
+        if number == value:
+            return int(number)
+    raise click.BadParameter(
+        f"{short(repr(value), 60)} is neither the number of a worker nor HOST:PID: `awa runtime list` shows both",
+        context,
+    )
 
 
 _name = click.argument("name", metavar="ID|HOST:PID", callback=_read_name)

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from awa import options
 from awa.cli.output import short
 from awa.errors import ValidationError
 from awa.limits import RateLimit
@@ -45,6 +46,24 @@ def instant(text: str) -> datetime:
     if at.utcoffset() is None:
         raise click.BadParameter(f"{_shown(text)} says no time zone: add +01:00, or Z for UTC")
     return at
+
+
+def job_id(text: str) -> int:
+    """The id of a job."""
+    try:
+        return options.check_job_id(int(text) if re.fullmatch("[0-9]{1,19}", text, re.ASCII) else text)
+    except ValidationError:
+        raise click.BadParameter(
+            f"{_shown(text)} is no job's id: give a number from 1 to {2**63 - 1}, `awa job list` shows which there are"
+        ) from None
+
+
+def priority(text: str) -> int:
+    """A priority."""
+    try:
+        return options.check_priority(int(text) if re.fullmatch("-?[0-9]{1,19}", text, re.ASCII) else text)
+    except ValidationError:
+        raise click.BadParameter(f"{_shown(text)} is no priority: give 1, which runs first, to 4") from None
 
 
 def json_object(text: str) -> dict[str, Any]:

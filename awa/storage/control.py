@@ -11,7 +11,7 @@ from psycopg.rows import class_row, dict_row, scalar_row
 
 from awa.errors import JobBusy, JobNotFound, UniqueConflict
 from awa.job import JobId, JobState
-from awa.storage.jobs import REFUSED, refusal
+from awa.storage.jobs import REFUSED, not_found, refusal
 from awa.storage.pooler import read_committed
 from awa.storage.schema import Schema
 
@@ -148,9 +148,7 @@ def _control(
         raise refusal(conn, schema, part, error) from error
     assert found is not None
     if found["happened"] == "not_found":
-        raise JobNotFound(
-            f"no job has the id {job_id}: its history is gone, or its insert is not committed", job_id=job_id
-        )
+        raise not_found(job_id)
     if found["happened"] == "busy":
         raise JobBusy(
             f"job {job_id}, which is {found['state']}, was held by another transaction for a second: nothing was "

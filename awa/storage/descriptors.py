@@ -20,7 +20,7 @@ from awa.errors import KindNotFound
 from awa.storage.connection import repeated
 from awa.storage.pooler import read_committed
 from awa.storage.schema import Schema
-from awa.storage.snapshot import Look
+from awa.storage.snapshot import Look, Reads
 from awa.wording import listed
 
 CHUNK = 5_000
@@ -254,7 +254,7 @@ VERSIONS = (
 )
 
 
-def read_descriptors(look: Look, noun: Noun, name: str | None = None) -> dict[str, DescriptorInfo]:
+def read_descriptors(look: Reads, noun: Noun, name: str | None = None) -> dict[str, DescriptorInfo]:
     """The catalogue of queues or of kinds by name; or what it has of one, which may be nothing."""
     rows = {row[0]: row for row in look.rows(ROWS[noun], name=name)}
     live = dict.fromkeys(rows, 0)

@@ -11,9 +11,10 @@ from dataclasses import dataclass, fields
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from awa.errors import JobNotFound
+from awa.errors import ValidationError
 from awa.job import JobId, JobState
-from awa.storage.jobs import GET, JobInfo
+from awa.options import check_queue
+from awa.storage.jobs import GET, JobInfo, not_found
 from awa.storage.listing import ORDER, list_jobs
 from awa.storage.snapshot import Look
 
@@ -134,7 +135,10 @@ class AttemptInfo:
         """When its handler began, to within the milliseconds that an outcome waits to be recorded; None: unknown."""
         if self.ended_at is None or self.elapsed_ms is None:
             return None
-        began = self.ended_at - timedelta(milliseconds=self.elapsed_ms)
+        try:
+            began = self.ended_at - timedelta(milliseconds=self.elapsed_ms)
+        except OverflowError:  # what is stored may be anything
+            return None
         return began if self.claimed_at is None else max(began, self.claimed_at)
 
 
@@ -182,9 +186,7 @@ def job_details(look: Look, job_id: int) -> JobDetails:
     look.rows(WITH_BITMAPS)
     rows = look.rows(GET, id=job_id)
     if not rows:
-        raise JobNotFound(
-            f"no job has the id {job_id}: its history is gone, or its insert is not committed", job_id=job_id
-        )
+        raise not_found(job_id)
     job = JobInfo(*rows[0])
     entries = look.rows(ENTRIES, id=job_id)
     stored = [_attempt(*row) for *row, was_taken, _ in entries if was_taken]
@@ -195,9 +197,9 @@ def job_details(look: Look, job_id: int) -> JobDetails:
     dependents = look.rows(DEPENDENTS, id=job_id, most=MOST_WAITING, limit=MOST_RELATED)
     children: list[tuple[Any, ...]] = []
     if job.state.is_terminal and follow_ups.get(job.state):
-        declared = [(str(one.get("queue", "default")), _lane(one)) for one in follow_ups[job.state]]
-        queues, lanes = zip(*sorted(set(declared)), strict=True)
-        children = look.rows(FOLLOWED_BY, id=job_id, queues=list(queues), lanes=list(lanes), limit=MOST_RELATED)
+        places = list(dict.fromkeys(place for one in follow_ups[job.state] if (place := _place(one))))[:MOST_RELATED]
+        queues, lanes = [queue for queue, _ in places], [lane for _, lane in places]
+        children = look.rows(FOLLOWED_BY, id=job_id, queues=queues, lanes=lanes, limit=MOST_RELATED)
     return JobDetails(
         **{field.name: getattr(job, field.name) for field in fields(JobInfo)},
         attempts=attempts,
@@ -225,23 +227,22 @@ def _attempt(
     return AttemptInfo(attempt, outcome, claimed_at, ended_at, elapsed_ms, runtime, hostname, pid, told)
 
 
-def _remembered(look: Look, history: Sequence[object]) -> list[AttemptInfo]:
+def _remembered(look: Look, history: object) -> list[AttemptInfo]:
     """The attempts of a history, as far as they can be read."""
-    items = [item for item in history if isinstance(item, dict)]
-    ids = sorted({item["runtime"] for item in items if isinstance(item.get("runtime"), int)})
+    items = [item for item in history if isinstance(item, dict)] if isinstance(history, list) else []
+    ids = sorted({runtime for item in items if (runtime := _number(item.get("runtime"), 2**63 - 1))})
     places = {id: (hostname, pid) for id, hostname, pid in (look.rows(RUNTIMES, ids=ids) if ids else ())}
     found = []
     for item in items:
-        runtime = item.get("runtime") if isinstance(item.get("runtime"), int) else None
-        elapsed = item.get("elapsed_ms") if isinstance(item.get("elapsed_ms"), int) else None
+        runtime = _number(item.get("runtime"), 2**63 - 1)
         error = {name: item.get(name) for name in ("type", "text", "traceback")}
         found.append(
             AttemptInfo(
-                item["attempt"] if isinstance(item.get("attempt"), int) else 0,
+                _number(item.get("attempt"), 32_767) or 0,
                 str(item.get("outcome")),
                 None,
                 _instant(item.get("ended_at")),
-                elapsed,
+                _number(item.get("elapsed_ms"), 2**31 - 1, least=0),
                 runtime,
                 *places.get(runtime, (None, None)),
                 error if any(error.values()) else None,
@@ -252,10 +253,10 @@ def _remembered(look: Look, history: Sequence[object]) -> list[AttemptInfo]:
 
 def _instant(text: object) -> datetime | None:
     try:
-        at = datetime.fromisoformat(str(text))
-    except ValueError:
+        at = datetime.fromisoformat(text) if isinstance(text, str) else None
+        return at if at is None else at.astimezone(UTC) if at.tzinfo is not None else at.replace(tzinfo=UTC)
+    except (ValueError, OverflowError):  # the first hours of the year 1, elsewhere
         return None
-    return at if at.tzinfo is not None else at.replace(tzinfo=UTC)
 
 
 def _merged(stored: Sequence[AttemptInfo], remembered: Iterable[AttemptInfo]) -> list[AttemptInfo]:
@@ -283,13 +284,23 @@ def _follow_ups(said: object) -> tuple[dict[str, list[dict[str, Any]]], JobId | 
         jobs = [one for one in declared if isinstance(one, dict)] if isinstance(declared, list) else []
         if jobs:
             found[outcome.value] = jobs
-    of = said.get("of")
-    return found, JobId(of) if isinstance(of, int) else None
+    of = _number(said.get("of"), 2**63 - 1)
+    return found, None if of is None else JobId(of)
 
 
-def _lane(declared: dict[str, Any]) -> int:
-    priority = declared.get("priority")
-    return 2 * priority + 1 if isinstance(priority, int) and 1 <= priority <= 4 else 5
+def _place(declared: dict[str, Any]) -> tuple[str, int] | None:
+    """Queue and lane that a follow-up is inserted into; None: it cannot have been."""
+    queue = declared.get("queue")
+    try:
+        name = "default" if queue is None else check_queue(str(queue))
+    except ValidationError:
+        return None
+    return name, 2 * (_number(declared.get("priority"), 4) or 2) + 1
+
+
+def _number(said: object, most: int, *, least: int = 1) -> int | None:
+    """*said* when it is a number from *least* to *most*."""
+    return said if type(said) is int and least <= said <= most else None
 
 
 def _related(look: Look, ids: Sequence[int]) -> list[RelatedJob]:

@@ -258,38 +258,6 @@ LEADER = """
       FROM awa.leases l WHERE l.name = %(name)s
 """
 
-# Each set of declarations is looked into once, however many runtimes have it.
-DRIFT = """
-    WITH live AS MATERIALIZED (SELECT * FROM awa.live_runtimes), sets AS MATERIALIZED (
-        SELECT 'queue' AS what, min(l.queue_descriptor_hashes::text) AS hashes,
-               array_agg(l.id ORDER BY l.id) AS runtimes
-          FROM live l WHERE l.queue_descriptor_hashes IS NOT NULL
-         GROUP BY coalesce(l.queue_descriptor_set, l.queue_descriptor_hashes::text)
-         UNION ALL
-        SELECT 'kind', min(l.job_kind_descriptor_hashes::text), array_agg(l.id ORDER BY l.id)
-          FROM live l WHERE l.job_kind_descriptor_hashes IS NOT NULL
-         GROUP BY coalesce(l.job_kind_descriptor_set, l.job_kind_descriptor_hashes::text)
-    ), told AS MATERIALIZED (
-        SELECT s.what, e.key AS name, e.value AS hash, s.runtimes
-          FROM sets s CROSS JOIN LATERAL json_each_text(s.hashes::json) e
-    ), stored AS (
-        SELECT 'queue' AS what, d.queue AS name, d.descriptor_hash AS hash FROM awa.queue_descriptors d
-         UNION ALL
-        SELECT 'kind', d.kind, d.descriptor_hash FROM awa.job_kind_descriptors d
-    ), differing AS (
-        SELECT t.what, t.name, s.hash AS stored
-          FROM told t LEFT JOIN stored s USING (what, name)
-         GROUP BY t.what, t.name, s.hash
-        HAVING count(DISTINCT t.hash) > 1 OR bool_or(t.hash <> s.hash)
-         ORDER BY 1, 2
-         LIMIT %(listed)s
-    )
-    SELECT d.what, d.name, array_agg(DISTINCT r ORDER BY r) FILTER (WHERE t.hash IS DISTINCT FROM d.stored) AS others,
-           count(DISTINCT t.hash) AS versions
-      FROM differing d JOIN told t USING (what, name) CROSS JOIN LATERAL unnest(t.runtimes) r
-     GROUP BY d.what, d.name ORDER BY d.what, d.name
-"""
-
 # --- queues
 
 PAUSED = """

@@ -671,7 +671,11 @@ def get_job(conn: Connection[Any], schema: Schema, job_id: int) -> JobInfo:
     except REFUSED as error:
         raise refusal(conn, schema, "producer", error) from error
     if found is None:
-        raise JobNotFound(
-            f"no job has the id {job_id}: its history is gone, or its insert is not committed", job_id=job_id
-        )
+        raise not_found(job_id)
     return found
+
+
+def not_found(job_id: int) -> JobNotFound:
+    """What is raised of an id that no job has."""
+    text = f"no job has the id {job_id}: its history is gone, or its insert is not committed; see `awa job list`"
+    return JobNotFound(text, job_id=job_id)

@@ -143,7 +143,8 @@ def _read(look: Look, queue: str | None) -> list[QueueInfo]:
     names = set(counts) | set(said) | set(described)
     if queue is None:
         names |= {name for (name,) in look.rows(SERVED)}
-    oldest = oldest_available(look, list(counts))
+    available = {name: of_queue[JobState.AVAILABLE] for name, of_queue in counts.items()}
+    oldest = oldest_available(look, [name for name, count in available.items() if count.value or not count.is_exact])
     return [
         replace(
             _info(name, counts.get(name, nothing), said.get(name)),

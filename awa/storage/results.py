@@ -32,7 +32,7 @@ from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 
 from awa.errors import DatabaseNotFound, JobNotFound
-from awa.storage.jobs import REFUSED, refusal
+from awa.storage.jobs import REFUSED, not_found, refusal
 from awa.storage.pooler import is_pooled
 from awa.storage.rows import load_json
 from awa.storage.schema import Schema
@@ -414,7 +414,7 @@ def look(conn: Connection[Any], schema: Schema, job_id: int) -> Ended | str:
                     return _read(row[0], None, row[1]) if kept is None else _read(*kept[1:])
     except REFUSED as error:
         raise refusal(conn, schema, "producer", error) from error
-    raise JobNotFound(f"no job has the id {job_id}: its history is gone, or its insert is not committed", job_id=job_id)
+    raise not_found(job_id)
 
 
 def _read(state: str, result: str | None, error: str | None) -> Ended | str:

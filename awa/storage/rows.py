@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime
+from itertools import chain
 from typing import Any
 
 from psycopg import Cursor, DataError
@@ -15,12 +16,29 @@ EARLIEST = datetime.min.replace(tzinfo=UTC)
 LATEST = datetime.max.replace(tzinfo=UTC)
 
 
+DEEPEST = 200
+"""Most arrays and objects within each other that are read as such: awa stores 64, and who shows a value calls itself
+for each."""
+
+
 def load_json(text: str | bytes) -> Any:
     """The value of *text*; its text when it is nested too deeply for Python, or has a number of too many digits."""
+    shown = text if isinstance(text, str) else bytes(text).decode()
     try:
-        return json.loads(text)
+        value = json.loads(shown)
     except (ValueError, RecursionError):
-        return text if isinstance(text, str) else bytes(text).decode()
+        return shown
+    return shown if shown.count("[") + shown.count("{") > DEEPEST and _is_deep(value) else value
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(DEEPEST):
+        within = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list))]
+        if not within:
+            return False
+        level = list(chain.from_iterable(within))
+    return True
 
 
 class _InstantLoader(TimestamptzLoader):

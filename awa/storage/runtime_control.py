@@ -10,7 +10,7 @@ from uuid import UUID
 from psycopg import Connection, Cursor
 from psycopg.rows import dict_row, scalar_row
 
-from awa.errors import RuntimeNotFound
+from awa.errors import RuntimeNotFound, RuntimeTooOld
 from awa.storage.grants import explaining
 from awa.storage.pooler import read_committed
 from awa.storage.rows import read_anything
@@ -203,13 +203,15 @@ def _health(said: dict[str, Any]) -> RuntimeHealth:
     return RuntimeHealth(reasons["unhealthy"], reasons["unready"], loops, is_quiet=said.get("is_quiet") is True)
 
 
+# One that tells nothing of itself is of before such orders: it would claim on, and nobody could see that it does.
 QUIET = """
     UPDATE awa.runtime_instances r
        SET quiet_at = CASE WHEN %(is_quiet)s THEN coalesce(r.quiet_at, clock_timestamp()) END,
            quiet_by = %(by)s::text
      WHERE r.id = %(runtime)s AND r.ended_at IS NULL
-       AND (%(is_quiet)s OR r.quiet_at IS NOT NULL)
+       AND CASE WHEN %(is_quiet)s THEN r.snapshot_interval_ms IS NOT NULL ELSE r.quiet_at IS NOT NULL END
        AND NOT EXISTS (SELECT FROM awa.gone_runtimes g WHERE g.runtime = r.id)
+    RETURNING r.id
 """
 
 
@@ -223,9 +225,11 @@ def order_quiet(
 
     Raises:
         RuntimeNotFound: There is none of that number, or it claims nothing ever more.
+        RuntimeTooOld: It would not hear that it is to be quiet; nothing was changed.
     """
     with explaining(conn, schema, "worker"), Cursor(conn, row_factory=scalar_row) as cursor:
         read_committed(cursor, schema.sql(QUIET), {"runtime": runtime, "is_quiet": is_quiet, "by": by})
+        stands = cursor.fetchone() is not None
     found = get_runtime(conn, schema, runtime)
     if found.state == "gone":
         text = (
@@ -233,5 +237,15 @@ def order_quiet(
         )
         raise RuntimeNotFound(text, runtime=runtime)
     if found.state == "ended":
-        raise RuntimeNotFound(f"runtime {runtime} has ended: it claims nothing any more", runtime=runtime)
+        raise RuntimeNotFound(
+            f"runtime {runtime} has ended and claims nothing any more: `awa runtime list` shows which have not",
+            runtime=runtime,
+        )
+    if is_quiet and not stands:
+        raise RuntimeTooOld(
+            f"runtime {runtime} is of awa {found.version}, which hears no order to be quiet: nothing was changed; end"
+            f" process {found.pid} on {found.hostname}, or pause its queues with `awa queue pause`",
+            runtime=runtime,
+            version=found.version,
+        )
     return found

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import re
+import signal
 import subprocess
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -20,6 +21,8 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 import awa
 from awa.cli import main
+from awa.cli.export import written
+from tests.fixtures.db import wait_until
 from tests.fixtures.jobs import ended
 from tests.fixtures.terminal import AWA, at_terminal
 
@@ -269,13 +272,43 @@ def test_an_export_that_breaks_off_leaves_what_was_there(
     assert done.exit_code not in (0, None) and "Traceback" not in done.output
 
 
+def test_exports_to_one_file_at_once_write_it_one_after_the_other(tmp_path: Path) -> None:
+    """Guard: each has a file of its own until it is done."""
+    out = tmp_path / "jobs"
+    with written(out) as first:
+        first("first\n")
+        with written(out) as second:
+            second("second\n")
+            assert not out.exists()
+        assert out.read_text() == "second\n"
+        first("and last\n")
+    assert out.read_text() == "first\nand last\n"
+    with pytest.raises(ZeroDivisionError), written(out) as first:
+        first("first\n")
+        with written(out) as second:
+            second("second\n")
+        raise ZeroDivisionError
+    assert (out.read_text(), list(tmp_path.iterdir())) == ("second\n", [out])
+
+
+def test_an_export_that_is_interrupted_leaves_nothing(conn: Conn, database: str, tmp_path: Path) -> None:
+    command = [*AWA, "job", "export", "--database", database, "--output", str(tmp_path / "jobs")]
+    with conn.transaction():
+        conn.execute("LOCK TABLE awa.jobs IN ACCESS EXCLUSIVE MODE")  # it has opened its file by then, and waits
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            wait_until(lambda: [path for path in tmp_path.iterdir() if path.suffix == ".part"], timeout=60)
+            process.send_signal(signal.SIGINT)
+            told = process.communicate(timeout=60)
+    assert process.returncode != 0 and "Traceback" not in told[1]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_export_leaves_links_rights_and_devices_as_they_are(
     run: Run, five: list[awa.Inserted], tmp_path: Path, database: str
 ) -> None:
-    secret, link, part = tmp_path / "jobs", tmp_path / "link", tmp_path / "other.part"
+    secret, link = tmp_path / "jobs", tmp_path / "link"
     secret.touch(mode=0o600)
     link.symlink_to(secret)
-    part.mkdir()
     assert run("export", "--output", link).exit_code == 0
     assert (link.is_symlink(), len(secret.read_text().splitlines())) == (True, 5)
     assert secret.stat().st_mode & 0o777 == 0o600
@@ -285,7 +318,8 @@ def test_an_export_leaves_links_rights_and_devices_as_they_are(
         assert run("export", "--output", pipe).exit_code == 0
         assert len(reader.communicate(timeout=20)[0].splitlines()) == 5
     assert pipe.is_fifo()
-    assert run("export", "--output", tmp_path / "other").exit_code == 1 and part.is_dir()
+    done = run("export", "--output", tmp_path / ("x" * 250))
+    assert done.exit_code == 1 and "File name too long; nothing was changed" in done.output
     done = run("export", "--output", "")
     assert (done.exit_code, "Traceback" in done.output) == (2, False)
     if Path("/dev/full").exists():
@@ -476,6 +510,7 @@ def test_priority(run: Run, five: list[awa.Inserted]) -> None:
 def test_what_is_not_found_is_exit_code_three(run: Run, command: list[str], five: list[awa.Inserted]) -> None:
     done = run(*command, "--yes", "998", "999")
     assert (done.exit_code, done.stdout) == (3, "998  not found\n999  not found\n")
+    assert "or its insert is not committed: see `awa job list`" in done.stderr
     assert answer(run(*command, "--json", "--yes", "999"), 3)["results"][0]["happened"] == "not_found"
 
 

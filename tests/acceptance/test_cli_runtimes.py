@@ -17,7 +17,7 @@ from awa.cli import main
 from awa.cli.target import this_user
 from tests.fixtures.db import wait_until
 from tests.fixtures.jobs import WorkerProcesses, ended
-from tests.storage.test_runtimes import fence, register, silent_for
+from tests.storage.test_runtimes import OF_BEFORE, fence, register, silent_for
 
 Conn = psycopg.Connection[Any]
 Run = Callable[..., Result]
@@ -124,6 +124,9 @@ def test_what_is_wrong_with_a_worker_is_seen(run: Run, conn: Conn) -> None:
     assert (shown["health"], shown["loops"]) == ("the loop watch is hung", "watch hung")
     done = run("quiet", late)
     assert done.exit_code == 0 and f"worker {late} has been silent for 2 min: it hears this only if" in done.stderr
+    [(old,)] = conn.execute(OF_BEFORE).fetchall()
+    done = run("quiet", old)
+    assert (done.exit_code, done.stdout) == (1, "") and f"runtime {old} is of awa 0" in done.stderr
     # the one that lives, of two starts of one process
     assert answer(run("show", "web-1:4711", "--json"))["id"] == again
     other = register(conn)

@@ -20,6 +20,7 @@ import awa
 from awa.cli import main
 from awa.doctor import CHECKS, MOST, Finding, examine, section_of, worst
 from awa.embedded import Binaries, Server
+from awa.storage.descriptors import Drift
 from awa.storage.examine import COUNTED
 from awa.storage.keys import sweep_keys
 from awa.storage.migrate import load_migrations, migrate
@@ -126,6 +127,12 @@ def test_clocks_sequences_and_keys(conn: Conn, monkeypatch: pytest.MonkeyPatch) 
     assert not problems(conn, "clock", "sequences", "unique")
 
 
+def drift_of(client: awa.Client, queue: str) -> list[Drift]:
+    info = client.admin.get_queue(queue).descriptor
+    assert info is not None
+    return info.drift
+
+
 RUNTIME = """
     INSERT INTO awa.runtime_instances (uuid, hostname, pid, version, queues, heartbeat_ms, started_at, last_seen_at,
                                        health, queue_descriptor_hashes, queue_descriptor_set)
@@ -167,6 +174,13 @@ def test_workers(conn: Conn, database: str, client: awa.Client, start_worker: St
     assert f"0.0.9: runtimes {second}" in problem(conn, "versions").text
     drift = problem(conn, "drift")
     assert f"queue mail is described in 2 ways by live workers: runtime {second} differs" in drift.text
+    assert drift.facts == {"queue": "mail", "runtimes": [second]}
+    assert drift.facts["runtimes"] == [one for each in drift_of(client, "mail") for one in each.runtimes]
+    conn.execute("UPDATE awa.queue_descriptors SET descriptor_hash = 'c'")
+    assert f"in 2 ways by live workers: runtimes {first}, {second} differ from" in problem(conn, "drift").text
+    conn.execute('UPDATE awa.runtime_instances SET queue_descriptor_hashes = \'{"mail": "b"}\'')
+    conn.execute("UPDATE awa.runtime_instances SET queue_descriptor_set = 'b'")
+    assert "mail is described otherwise by live workers than in the catalogue" in problem(conn, "drift").text
     assert problem(conn, "overdue").level == "error"
     assert not problems(conn, "workers")
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
+import psycopg
 import pytest
 
 from awa.admin import Admin
+from awa.cli.shown import job_facts, print_job
 from awa.errors import JobNotFound, ValidationError
 from awa.job import JobState
 from awa.storage import details, jobs
@@ -188,3 +191,64 @@ def test_what_is_to_follow_and_what_has_followed_are_told(
     if outcome == "failed":
         assert retry(conn, id_) == ("retried", "available")
         assert admin.job_details(id_).followed_by == []
+
+
+DEEP, LONG = "[" * 5000 + "]" * 5000, "9" * 4999
+NONSENSE = [
+    "null",
+    "true",
+    "-1",
+    "7",
+    "1.5",
+    "1e999",
+    "9" * 40,
+    LONG,
+    '"x"',
+    r'"\u0000"',
+    r'"\ud800"',
+    "[]",
+    "{}",
+    DEEP,
+]
+NONSENSE += ["[" * 900 + "]" * 900, '"' + "x" * 10_000 + '"', '[[], "x", 7, {}]']
+FOLLOWED = [
+    *NONSENSE,
+    *(f'{{"failed": {odd}, "of": {odd}}}' for odd in NONSENSE),
+    *(f'{{"failed": [{{"queue": {odd}, "priority": {odd}, "kind": {odd}}}]}}' for odd in NONSENSE),
+    '{"failed": [' + ", ".join(f'{{"queue": "q{n}"}}' for n in range(20_000)) + "]}",
+]
+TIMES = ['"0001-01-01"', '"0001-01-01T00:00:00+23:59"', '"9999-12-31T23:59:59-23:59"']
+NAMES = ("attempt", "outcome", "ended_at", "elapsed_ms", "runtime", "type", "text", "traceback")
+# the last one is read by the look for a job, in SQL; so are escapes that stand for no text
+READABLE = [odd for odd in NONSENSE if "\\u" not in odd]
+REMEMBERED = [
+    "true", '"x"', "{}", "[]",
+    *(f'[{odd}, {{"attempt": 1}}]' for odd in READABLE),
+    *("[{" + ", ".join(f'"{name}": {odd}' for name in NAMES) + "}, {}]" for odd in READABLE + TIMES),
+    *(f'[{{"elapsed_ms": 2147483647, "ended_at": {at}}}, {{}}]' for at in TIMES),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("column", ["follow_ups", "history"])
+def test_whatever_stands_in_a_row_hides_nothing_else_of_the_job(conn: Conn, admin: Admin, column: str) -> None:
+    """Guard: plain SQL may have written it."""
+    runtime = register(conn)
+    waits = lives.make_scheduled(conn, runtime)[0]
+    [ended, available] = insert(conn, 1, 2)
+    [first] = claim(conn, runtime, limit=1).members
+    settle(conn, runtime, others=[Outcome(first, "failed", 0.0, WHY)])
+    stored = 0
+    for odd in FOLLOWED if column == "follow_ups" else REMEMBERED:
+        for id_, table in ((waits, "waiting_jobs"), (ended, "ended_jobs"), (available, "jobs")):
+            with suppress(psycopg.errors.CheckViolation, psycopg.DataError):  # what cannot stand there
+                conn.execute(f"UPDATE awa.{table} SET {column} = %s WHERE id = %s", (odd, id_))
+                stored += 1
+            job = admin.job_details(id_)
+            assert (job.id, job.kind, job.followed_by) == (id_, "noop", [])
+            assert [one.outcome for one in job.attempts if one.claimed_at] == (
+                ["snoozed"] if id_ == waits else ["failed"] if id_ == ended else []
+            )
+            assert all(one.started_at is None or one.started_at <= one.ended_at for one in job.attempts if one.ended_at)
+            assert job_facts(job)["id"] == id_
+            print_job(job)
+    assert stored > 80

@@ -22,6 +22,7 @@ from awa.job import JobState
 from awa.storage import queues
 from awa.storage.jobs import JobRow, insert_jobs
 from awa.storage.keys import sweep_keys
+from awa.storage.snapshot import one_snapshot
 from awa.worker.maintenance.dependents import Dependents
 from awa.worker.maintenance.statistics import Statistics
 from tests.storage.engine import (
@@ -646,6 +647,22 @@ def test_lists_read_little_more_than_they_show(
                 if page.after is None:
                     break
     assert shown >= 60 if content is not many_claims else shown > 150
+
+
+@looked_at
+def test_the_oldest_available_jobs_are_found_by_the_heads_of_their_lanes(
+    conn: Conn, explained: Explained, content: Content, statistics: str
+) -> None:
+    """In the order of the index, not sorted; and as the function finds it that has one queue."""
+    prepare(conn, statistics, content)
+    with one_snapshot(conn, AWA) as look:
+        names = [name for (name,) in look.rows(queues.LIST_QUEUES)] or ["q"]
+        with explained.watch() as plans:
+            oldest = queues.oldest_available(look, names)
+        assert [scalar(conn, "SHOW enable_sort"), scalar(conn, "SHOW enable_seqscan")] == ["on", "off"]
+        assert oldest == {name: scalar(conn, "SELECT awa.oldest_available(%s)", name) for name in names}
+    assert (oldest["q"] is None) == (content is many_claims)
+    check(plans, most_rows=100 + 10 * len(names))
 
 
 @looked_at

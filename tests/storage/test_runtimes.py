@@ -11,7 +11,7 @@ import psycopg
 import pytest
 
 import awa
-from awa import RuntimeNotFound, ValidationError
+from awa import RuntimeNotFound, RuntimeTooOld, ValidationError
 from awa.storage import runtimes
 from awa.storage.runtime_control import MOST_ENDED, ServedQueue
 from awa.worker.maintenance.retention import Retention
@@ -184,6 +184,18 @@ def test_whoever_has_ended_is_told_nothing(conn: Conn, client: awa.Client) -> No
         with pytest.raises(RuntimeNotFound, match=f"runtime {gone} was taken for dead.*awa runtime list"):
             call(gone)
     assert scalar(conn, "SELECT count(*) FROM awa.runtime_instances WHERE quiet_at IS NOT NULL") == 0
+
+
+def test_one_that_would_not_hear_it_is_not_told_to_be_quiet(conn: Conn, client: awa.Client) -> None:
+    old = scalar(conn, OF_BEFORE)
+    with pytest.raises(RuntimeTooOld, match=rf"runtime {old} is of awa 0, .* end process 1 on old, or pause") as caught:
+        client.admin.quiet_runtime(old)
+    assert (caught.value.runtime, caught.value.version) == (old, "0")
+    assert not client.admin.get_runtime(old).is_quiet
+    assert not client.admin.resume_runtime(old).is_quiet
+    fence(conn, old)
+    with pytest.raises(RuntimeNotFound, match="was taken for dead"):
+        client.admin.quiet_runtime(old)
 
 
 def test_who_registers_anew_stays_quiet(conn: Conn, client: awa.Client) -> None:

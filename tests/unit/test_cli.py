@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import sys
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 
 from awa.cli import main
 from awa.cli.filters import Filter, parse_filter, parse_ids
-from awa.cli.output import Column, Table, cut, pad, plain, print_json, safe, short, width_of
+from awa.cli.output import Column, Table, cut, local_time, pad, plain, print_json, safe, short, width_of
 from awa.cli.target import describe
 from awa.cli.values import duration, instant, json_object, most, rate, rate_text
 from awa.job import JobState
@@ -48,11 +49,13 @@ def test_words_make_a_filter() -> None:
         ("failed", "for jobs that are failed say state:failed"),
         ("state:broken", "there are scheduled, available, running"),
         ("state:", "there are scheduled"),
-        ("id:x", "id must be an int"),
-        ("id:1,,2", "id must be an int"),
-        ("0", "id must be from 1"),
-        ("9223372036854775808", "id must be from 1"),
-        ("٣", "is no filter"),
+        ("id:x", "'x' is no job's id: give a number from 1"),
+        ("id:1,,2", "'' is no job's id"),
+        ("id:1;2", "'1;2' is no job's id"),
+        ("0", "'0' is no job's id: give a number from 1"),
+        ("9223372036854775808", "is no job's id: give a number from 1 to 9223372036854775807"),
+        ("9" * 5000, "is no job's id: give a number from 1"),
+        ("٣", "is no job's id, and no filter"),
         ("queue:", "queue is empty"),
         ("kind:" + "k" * 201, "kind has 201 characters"),
         ("tag:", "tag is empty"),
@@ -73,9 +76,10 @@ def test_what_a_filter_has_one_of_is_given_once(key: str) -> None:
 
 
 def test_ids_are_ids_only() -> None:
-    assert parse_ids(["3", "id:4,5"]) == (3, 4, 5)
-    with pytest.raises(click.UsageError, match="by their ids"):
-        parse_ids(["3", "queue:a"])
+    assert parse_ids(["3", "id:4,5", "5"]) == (3, 4, 5)
+    for word in ("queue:a", "abc", "failed", "-5", "1.5", "0", ""):
+        with pytest.raises(click.BadParameter, match=f"'{word}' is no job's id: give a number .*`awa job list` shows"):
+            parse_ids(["3", word])
 
 
 def test_a_filter_is_told_as_it_is_typed() -> None:
@@ -276,11 +280,11 @@ def test_a_rate_that_cannot_hold_says_why() -> None:
         (["job", "move", "mail", "--all"], "add --yes"),
         (["job", "cancel", "--all", "queue:x", "--yes"], "--all means every job"),
         (["job", "show"], "Missing argument"),
-        (["job", "show", "queue:x"], "by their ids"),
+        (["job", "show", "queue:x"], "'queue:x' is no job's id: give a number from 1"),
         (["job", "list", "--limit", "0"], "--limit"),
         (["job", "list", "--limit", "5", "--all"], "exclude each other"),
         (["job", "list", "state:done"], "there are scheduled"),
-        (["job", "priority", "5", "12"], "priority must be from 1 to 4"),
+        (["job", "priority", "5", "12"], "'5' is no priority: give 1, which runs first, to 4"),
         (["job", "move", "", "12"], "queue is empty"),
         (["job", "cancel", "12", "--yes", "--reason", ""], "reason is empty"),
         (["job", "insert", "send", "[]"], "give a JSON object"),
@@ -294,8 +298,19 @@ def test_a_rate_that_cannot_hold_says_why() -> None:
         (["queue", "limits", "mail", "--rate-limit", "fast"], "is no rate"),
         (["queue", "limits", "mail", "--max-running", "-1"], "'-1' is no whole number from 1 on"),
         (["queue", "limits", "mail", "--max-running", "0"], "0 would start none: pause the queue"),
-        (["runtime", "show", "web"], "neither the number of a worker nor HOST:PID"),
-        (["runtime", "quiet", ":12"], "neither the number of a worker nor HOST:PID"),
+        *(
+            (["runtime", command, name], f"'{name}' is neither the number of a worker nor HOST:PID: `awa runtime list`")
+            for command in ("show", "quiet", "resume")
+            for name in ("web", ":12", "web:", "web:0", "web:x", "0", "9223372036854775808", "٣", "")
+        ),
+        (["job", "show", "abc"], "'abc' is no job's id: give a number from 1"),
+        *(
+            (["job", *command, "abc"], "'abc' is no job's id, and no filter: give a number, or KEY:VALUE")
+            for command in (["list"], ["cancel"], ["retry"], ["move", "mail"], ["priority", "3"], ["export"])
+        ),
+        (["job", "insert", "send", "--after", "abc"], "'--after': 'abc' is no job's id: give a number from 1"),
+        (["job", "insert", "send", "--priority", "9"], "'--priority': '9' is no priority: give 1, which runs first"),
+        (["job", "priority", "abc", "12"], "'PRIORITY': 'abc' is no priority: give 1, which runs first, to 4"),
         (["job", "list", "--queue", "mail"], "a filter is a word, such as queue:email"),
         (["job", "retry", "--state", "failed"], "a filter is a word, such as state:failed"),
         (["job", "list", "--colour", "red"], "--colour"),
@@ -369,3 +384,17 @@ def test_every_command_and_option_says_what_it_is_for() -> None:
         return sum(look(f"{name} {word}", one) for word, one in below.items() if one is not None)
 
     assert look("awa", main) > 30
+
+
+def test_the_first_and_the_last_day_are_shown_in_any_zone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guard: rows of other programs have such times, and astimezone() fails."""
+    try:
+        for zone in ("Pacific/Kiritimati", "Pacific/Pago_Pago", "UTC"):
+            monkeypatch.setenv("TZ", zone)
+            time.tzset()
+            for at in (datetime.min, datetime.max):
+                assert local_time(at.replace(tzinfo=UTC)).startswith(at.isoformat(" ", "seconds")[:4])
+        assert local_time(datetime(2026, 1, 1, 12, tzinfo=UTC)) == "2026-01-01 12:00:00+00:00"
+    finally:
+        monkeypatch.undo()
+        time.tzset()

@@ -15,7 +15,7 @@ from time import monotonic
 from psycopg import Connection
 from psycopg.errors import LockNotAvailable
 
-from awa.storage import statistics
+from awa.storage import gathering
 from awa.storage.schema import Schema
 
 log = logging.getLogger("awa.maintenance")
@@ -79,7 +79,7 @@ class Statistics:
                     self._steps = steps
                     return (monotonic() - began) * PACE
             if began >= self._keep_at:
-                statistics.delete_old(conn, self._schema, now=self._now())
+                gathering.delete_old(conn, self._schema, now=self._now())
                 self._keep_at = began + KEEPING
         except LockNotAvailable:
             log.warning("somebody has a table of the statistics to himself: again in %.0f s", LOCKED)
@@ -107,26 +107,26 @@ class Statistics:
 
     def gather(self, conn: Connection) -> Generator[None, None, None]:
         """One round; yields after every statement. It ends early when somebody else is adding at that moment."""
-        began, newest = statistics.begin_round(conn, self._schema)
+        began, newest = gathering.begin_round(conn, self._schema)
         yield
         after, count = 0, CLAIMS
         while count == CLAIMS:
-            if (found := statistics.add_open(conn, self._schema, after=after, limit=CLAIMS)) is None:
+            if (found := gathering.add_open(conn, self._schema, after=after, limit=CLAIMS)) is None:
                 return
             count, after = found
             yield
         name, asked = "", NAMES
         while asked == NAMES:
-            queues = statistics.list_news(conn, self._schema, after=name, limit=NAMES)
+            queues = gathering.list_news(conn, self._schema, after=name, limit=NAMES)
             yield
             asked, name = len(queues), queues[-1][0] if queues else ""
             having_news = [queue for queue, is_new in queues if is_new]
             for some in (having_news[at : at + QUEUES] for at in range(0, len(having_news), QUEUES)):
                 while some:
                     limit = CLAIMS // len(some)
-                    added = statistics.add_new(conn, self._schema, some, upto=newest, limit=limit)
+                    added = gathering.add_new(conn, self._schema, some, upto=newest, limit=limit)
                     if added is None:
                         return
                     some = [queue for queue in some if added.get(queue) == limit]
                     yield
-        statistics.end_round(conn, self._schema, began)
+        gathering.end_round(conn, self._schema, began)
