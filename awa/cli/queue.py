@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import UTC, datetime
 from typing import Any
 
 import click
 
 from awa.cli.asking import ask, asking_options, check_answerable
+from awa.cli.counts import counted_columns, counted_lines, counted_row, print_depths
 from awa.cli.descriptors import described_columns, described_facts, described_lines, described_row
 from awa.cli.filters import WAITING
 from awa.cli.output import Cell, Column, Table, echo, facts, local_time, plain, print_facts, print_json, safe, styled
@@ -22,7 +22,6 @@ from awa.limits import Limits, RateLimit
 from awa.options import check_queue, check_reason
 from awa.storage.queue_control import QueueInfo
 from awa.storage.queues import Count
-from awa.wording import age
 
 LIMITS = {"max-running": "max_running", "rate-limit": "rate_limit", "max-running-per-key": "max_running_per_key"}
 """What the options say, and what it is called in Python and JSON."""
@@ -32,17 +31,10 @@ ENDED = (JobState.FAILED, JobState.CANCELLED)
 _COLUMNS = (
     Column("queue", is_flexible=True),
     Column("status"),
-    *(Column(str(state), is_number=True) for state in (JobState.AVAILABLE, JobState.RUNNING)),
-    *(Column(str(state), is_number=True) for state in (JobState.SCHEDULED, JobState.RETRYABLE)),
-    Column("failed", is_number=True),
-    Column("oldest", is_number=True, needs_width=90),
-    Column("cancelled", is_number=True, needs_width=100),
-    Column("completed", is_number=True, needs_width=100),
+    *counted_columns(oldest_needs_width=90),
     Column("limits", is_flexible=True, needs_width=130),
     *described_columns(160),
 )
-_SHOWN = (JobState.AVAILABLE, JobState.RUNNING, JobState.SCHEDULED, JobState.RETRYABLE, JobState.FAILED)
-_SHOWN_AFTER = (JobState.CANCELLED, JobState.COMPLETED)
 
 
 @click.group()
@@ -78,18 +70,8 @@ def list_(target: Target) -> None:
 
 def _row(info: QueueInfo) -> list[Cell]:
     status = styled("paused") if info.is_paused else "open"
-    before, after = ([_count(info.counts.get(state)) for state in states] for states in (_SHOWN, _SHOWN_AFTER))
-    limits, described = _limits_text(info.limits), described_row(info.descriptor)
-    return [info.name, status, *before, _age(info.oldest_at), *after, limits, *described]
-
-
-def _age(since: datetime | None) -> str:
-    return "-" if since is None else age((datetime.now(UTC) - since).total_seconds())
-
-
-def _count(count: Count | None) -> str:
-    value = 0 if count is None else count.value
-    return f"{'' if count is None or count.is_exact else '~'}{value:,}"
+    counted = counted_row(info.counts, info.oldest_at)
+    return [info.name, status, *counted, _limits_text(info.limits), *described_row(info.descriptor)]
 
 
 def _limits_text(limits: Limits) -> str:
@@ -102,9 +84,10 @@ def _limit_text(value: int | RateLimit | None) -> str:
 
 
 def queue_facts(info: QueueInfo) -> dict[str, Any]:
-    """A queue in JSON: the fields of ``QueueInfo``, and what it derives."""
+    """A queue in JSON: the fields of ``QueueInfo``, and what it derives; ``kinds`` only where it has been asked for."""
     derived = {"is_paused": info.is_paused, "running": info.running}
-    return facts(info) | derived | {"descriptor": described_facts(info.descriptor)}
+    found = facts(info) | derived | {"descriptor": described_facts(info.descriptor)}
+    return found if info.kinds is not None else {name: fact for name, fact in found.items() if name != "kinds"}
 
 
 def _doubt(info: QueueInfo) -> None:
@@ -132,18 +115,19 @@ def _answer(target: Target, info: QueueInfo, text: str) -> None:
 @_name
 @with_target
 def show(target: Target, name: str) -> None:
-    """Show all that is known of a queue; exit code 3 when nothing is."""
+    """Show all that is known of a queue, and what it has of each kind; exit code 3 when nothing is known.
+
+    A kind with few jobs may be left out where not all jobs were looked at, which ~ tells.
+    """
     with target.client() as client:
         info = client.admin.get_queue(name)
         [statistics] = client.admin.statistics("queue", name=name)
     if target.as_json:
         print_json(queue_facts(info) | {"statistics": plain(statistics.windows)})
         return
-    rows = [("queue", safe(info.name)), ("status", _status_text(info)), ("running now", f"{info.running:,}")]
-    rows += [(state.value, _count(info.counts.get(state))) for state in JobState if state is not JobState.RUNNING]
-    if info.oldest_at is not None:
-        rows.append(("oldest available", f"{_age(info.oldest_at)}, since {local_time(info.oldest_at)}"))
+    rows = [("queue", safe(info.name)), ("status", _status_text(info)), *counted_lines(info.counts, info.oldest_at)]
     print_facts(rows + described_lines(info.descriptor))
+    print_depths("kind", info.kinds or {})
     echo("")
     _print_limits(info)
     echo("")

@@ -16,12 +16,10 @@ from psycopg import Connection, Cursor
 
 from awa._core import canonical_json
 from awa.descriptors import FIELDS, Descriptor, hash_of_set
-from awa.errors import KindNotFound
 from awa.storage.connection import repeated
 from awa.storage.pooler import read_committed
 from awa.storage.schema import Schema
-from awa.storage.snapshot import Look, Reads
-from awa.wording import listed
+from awa.storage.snapshot import Reads
 
 CHUNK = 5_000
 """Most rows of a statement."""
@@ -213,18 +211,6 @@ class DescriptorInfo:
         return self.live_runtimes == 0
 
 
-@dataclass(frozen=True, slots=True)
-class KindInfo:
-    """A kind of jobs."""
-
-    name: str
-    """The kind."""
-    descriptor: DescriptorInfo | None
-    """How code describes it; None: not at all."""
-    live_runtimes: int
-    """How many live runtimes say that they handle it."""
-
-
 # A thousand runtimes that declare the same are told by its hash: the JSON of one of them is read.
 _SETS = """
     SELECT s.runtimes, r.{prefix}_hashes::text
@@ -296,47 +282,6 @@ def _differing(here: Mapping[str, Any], there: Mapping[str, Any] | None) -> list
     if not found or canonical_json(here["extra"]) != canonical_json(there.get("extra")):
         found.append("extra")
     return found
-
-
-# The kinds of a thousand runtimes are few different lists.
-HANDLED = """
-    SELECT t.kind, sum(s.n)
-      FROM (SELECT i.kinds::text AS kinds, count(*) AS n
-              FROM awa.live_runtimes i
-             WHERE i.kinds IS NOT NULL
-             GROUP BY 1) s
-     CROSS JOIN LATERAL json_array_elements_text(s.kinds::json) t(kind)
-     WHERE %(name)s::text IS NULL OR t.kind = %(name)s
-     GROUP BY t.kind
-"""
-
-
-def list_kinds(look: Look) -> list[KindInfo]:
-    """Every kind that is described, or that a live runtime handles; by name."""
-    return _read_kinds(look, None)
-
-
-def get_kind(look: Look, kind: str) -> KindInfo:
-    """One kind.
-
-    Raises:
-        KindNotFound: It is not described, and no live runtime handles it.
-    """
-    found = _read_kinds(look, kind)
-    if not found:
-        known = [one.name for one in _read_kinds(look, None)]
-        shown = listed(map(ascii, known)) or "none"
-        text = f"no kind {kind!a} is known: nothing describes it, and no live worker handles it; known are {shown}"
-        raise KindNotFound(text, kind=kind)
-    return found[0]
-
-
-def _read_kinds(look: Look, kind: str | None) -> list[KindInfo]:
-    described = read_descriptors(look, "kind", kind)
-    handled = {name: int(runtimes) for name, runtimes in look.rows(HANDLED, name=kind)}
-    return [
-        KindInfo(name, described.get(name), handled.get(name, 0)) for name in sorted(described.keys() | handled.keys())
-    ]
 
 
 # --- forgetting

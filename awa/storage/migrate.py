@@ -31,7 +31,7 @@ from awa.errors import AwaError, ConfigError, SchemaNotMigrated, SchemaTooNew, S
 from awa.storage.connection import connect
 from awa.storage.schema import Schema
 
-OLDEST_SUPPORTED = 28
+OLDEST_SUPPORTED = 30
 """The oldest schema version this code runs on. Raise it together with the first statement that needs a newer one."""
 
 LOCK_TIMEOUT = 0.5

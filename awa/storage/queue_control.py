@@ -19,9 +19,11 @@ from psycopg.rows import dict_row, scalar_row
 from awa.errors import QueueBusy, QueueNotFound
 from awa.job import JobState
 from awa.limits import NO_LIMITS, Limits, RateLimit, limits_from_json, limits_to_json
+from awa.storage import kinds
 from awa.storage.connection import repeated
 from awa.storage.descriptors import DescriptorInfo, read_descriptors
 from awa.storage.jobs import REFUSED, refusal
+from awa.storage.kinds import Depth
 from awa.storage.pooler import read_committed
 from awa.storage.queues import (
     COUNT_AVAILABLE,
@@ -97,6 +99,8 @@ class QueueInfo:
     """How code describes it; None: no worker that serves it has declared it."""
     oldest_at: datetime | None = None
     """Since when its oldest available job has been available; None: nobody waits in line for a worker."""
+    kinds: dict[str, Depth] | None = None
+    """What it has of each kind, of which jobs were met; None: that was not counted, as in a list."""
 
     @property
     def is_paused(self) -> bool:
@@ -114,8 +118,8 @@ def list_queues(look: Look) -> list[QueueInfo]:
     return _read(look, None)
 
 
-def get_queue(look: Look, queue: str) -> QueueInfo:
-    """One queue.
+def get_queue(look: Look, queue: str, *, by_kind: bool = False) -> QueueInfo:
+    """One queue, with what it has of each kind when *by_kind*.
 
     Raises:
         QueueNotFound: It has no jobs, nothing was said of it, and no worker serves it.
@@ -132,7 +136,10 @@ def get_queue(look: Look, queue: str) -> QueueInfo:
             shown = listed(map(ascii, known)) or "none"
             text = f"no queue {queue!a} is known: it has no jobs, and nobody serves it; known are {shown}"
             raise QueueNotFound(text, queue=queue)
-    return found
+    if not by_kind:
+        return found
+    depths, _ = kinds.count_jobs(look, queue=queue)
+    return replace(found, kinds={kind: of_kind[queue] for kind, of_kind in depths.items()})
 
 
 def _read(look: Look, queue: str | None) -> list[QueueInfo]:

@@ -32,6 +32,9 @@ VARIANTS = ("all",)
 SHARES = {"mail": 25, "images": 13, "reports": 7, "sync": 4, "rare": 1}
 """Parts of fifty that each queue has of all jobs."""
 
+KINDS = 20
+"""Kinds of jobs, each with as many."""
+
 COMPLETED, AVAILABLE, FAILED = 25, 5, 1
 """How many of each there are, as multiples of the jobs asked for."""
 
@@ -61,7 +64,7 @@ GOAL_MS, GOAL_MS_OF_ONE = 100.0, 10.0
 FILL = """
     WITH entry AS MATERIALIZED (
         INSERT INTO awa.jobs (slot, queue, kind, priority, lane, args, tags, available_at)
-        SELECT %(slot)s, %(queue)s, 'kind_' || (n * 7919 %% 20), 2, 5,
+        SELECT %(slot)s, %(queue)s, 'kind_' || (n * 7919 %% %(kinds)s), 2, 5,
                json_build_object('n', n, 'address', 'somebody@example.org'),
                CASE WHEN n %% 1000 = 0 THEN ARRAY['rare'] WHEN n %% 4 = 0 THEN ARRAY['eu', 'monthly'] END,
                clock_timestamp() - interval '1 h'
@@ -152,6 +155,11 @@ def _looks(client: awa.Client, conn: psycopg.Connection) -> Iterator[tuple[str, 
     admin = client.admin
     yield "counts", Timed(admin.queue_counts, len)
     yield "counts-one", Timed(lambda: admin.queue_counts("mail"), len)
+    yield "counts-kinds", Timed(admin.kind_counts, len)
+    yield "counts-one-kind", Timed(lambda: admin.kind_counts("kind_3"), len)
+    yield "counts-kinds-of-queue", Timed(lambda: admin.kind_counts(queue="mail"), len)
+    yield "kinds", Timed(admin.list_kinds, len)
+    yield "kind", Timed(lambda: admin.get_kind("kind_3"), lambda info: 1)
     yield "queues", Timed(admin.list_queues, len)
     yield "queue", Timed(lambda: admin.get_queue("mail"), lambda info: 1)
     filters: dict[str, dict[str, Any]] = {
@@ -212,12 +220,17 @@ def _measure(name: str, timed: Timed) -> Result:
 
 def _check_counts(admin: Admin, jobs: int) -> None:
     counts = admin.queue_counts()
+    written = {JobState.COMPLETED: COMPLETED, JobState.AVAILABLE: AVAILABLE, JobState.FAILED: FAILED}
     for queue, share in SHARES.items():
-        written = {JobState.COMPLETED: COMPLETED, JobState.AVAILABLE: AVAILABLE, JobState.FAILED: FAILED}
         for state, parts in written.items():
             expected, count = jobs * parts * share / 50, counts[queue][state]
             if abs(count.value - expected) > RUNNING + expected / 5:
                 raise BenchmarkError(f"queue {queue} has about {expected:,.0f} {state} jobs, and {count} were counted")
+    by_kind = admin.kind_counts()
+    for state, parts in written.items():
+        expected, count = jobs * parts / KINDS, by_kind["kind_3"][state]
+        if abs(count.value - expected) > RUNNING + expected / 5:
+            raise BenchmarkError(f"kind_3 has about {expected:,.0f} {state} jobs, and {count} were counted")
 
 
 def conclude(medians: Medians) -> Iterator[str]:
@@ -254,6 +267,7 @@ def fill(database: str, jobs: int) -> None:
                                 "count": min(CHUNK, count - first),
                                 "outcome": outcome,
                                 "batch": BATCH,
+                                "kinds": KINDS,
                                 "runtime": runtime,
                             },
                         )

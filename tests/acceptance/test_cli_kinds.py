@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -14,11 +15,13 @@ from click.testing import CliRunner, Result
 
 import awa
 from awa.cli import main
-from tests.fixtures.jobs import StartWorker
+from tests.fixtures.jobs import StartWorker, ended
 from tests.fixtures.terminal import at_terminal
 
 Conn = psycopg.Connection[Any]
 Run = Callable[..., Result]
+
+COUNTED = ["available", "running", "scheduled", "retryable", "failed", "oldest", "cancelled", "completed"]
 
 ODD = "o\x1b[31md\nd\u202e 東京"
 
@@ -83,23 +86,27 @@ def test_kinds_are_listed_and_shown(run: Run, described: awa.Client, roles: Call
     done = run("kind", "list", "--database", roles("reader"))
     assert done.stderr.startswith("database: ")
     assert [line.split() for line in done.stdout.splitlines()] == [
-        ["kind", "runtimes", "display", "name", "owner", "tags", "declared"],
-        ["plain", *"1----"],
-        ["send", "1", *"---", "live"],
+        ["kind", "runtimes", *COUNTED, "display", "name", "owner", "tags", "declared"],
+        ["plain", "1", *"00000-00", *"----"],
+        ["send", "1", *"00000-00", *"---", "live"],
     ]
     shown = run("kind", "show", "send")
     told = facts(shown)
     assert (told["kind"], told["handled by"], told["description"]) == ("send", "1 live runtime", "One message")
-    assert "\n             to one reader\n" in shown.stdout
+    assert "\n                  to one reader\n" in shown.stdout
     assert (told["extra"], told["declared"]) == ('{"tier":1}', "live: by 1 live runtime")
     assert facts(run("kind", "show", "plain")) == {
         "kind": "plain",
         "handled by": "1 live runtime",
+        "running now": "0",
+        **dict.fromkeys(set(awa.JobState) - {"running"}, "0"),
         "declared": "not described in code",
     }
     document = answer(run("kind", "show", "send", "--json"))
     assert document == answer(run("kind", "list", "--json"))["kinds"][1]
     assert (document["name"], document["live_runtimes"]) == ("send", 1)
+    assert (document["oldest_at"], document["queues"]) == (None, {})
+    assert document["counts"] == {state: {"value": 0, "is_exact": True} for state in awa.JobState}
     descriptor = document["descriptor"]
     assert set(descriptor) == {
         *("display_name", "description", "owner", "docs_url", "tags", "extra", "descriptor_hash"),
@@ -109,6 +116,102 @@ def test_kinds_are_listed_and_shown(run: Run, described: awa.Client, roles: Call
         description="One message\nto one reader", extra={"tier": 1}
     )
     assert (descriptor["is_stale"], descriptor["drift"], descriptor["extra"]) == (False, [], {"tier": 1})
+
+
+@pytest.fixture
+def work(client: awa.Client) -> None:
+    """Jobs of two kinds in two queues, which nobody describes or handles."""
+
+    @client.task(kind="work", queue="mail", max_attempts=1)
+    def work() -> None:
+        raise ValueError
+
+    failed = client.insert(work.bind())
+    with client.worker(queues="mail", threads=1):
+        ended(client, failed)
+    for queue, kind, delay in (
+        ("mail", "work", 0.0),
+        ("mail", "odd", 0.0),
+        ("mail", "odd", 3600.0),
+        ("other", "odd", 0.0),
+    ):
+        client.insert({}, kind=kind, queue=queue, delay=delay)
+
+
+def table(done: Result, head: str) -> list[list[str]]:
+    """The lines of the table that begins with *head*, in words; their ages, which have two, are one."""
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    begin = next(number for number, line in enumerate(lines) if line.split()[:2] == [head, "available"])
+    rows = itertools.takewhile(bool, lines[begin + 1 :])
+    return [re.sub(r"\d+ s\b", "AGE", row).split() for row in rows]
+
+
+@pytest.mark.usefixtures("work")
+def test_jobs_of_a_kind_are_counted_by_state_and_by_queue(run: Run) -> None:
+    lines = [re.sub(r"\d+ s\b", "AGE", line).split() for line in run("kind", "list").stdout.splitlines()[1:]]
+    assert [line[:10] for line in lines] == [
+        ["odd", "0", *"20100", "AGE", *"00"],
+        ["work", "0", *"10001", "AGE", *"00"],
+    ]
+    shown = run("kind", "show", "odd")
+    told = facts(shown)
+    assert (told["kind"], told["handled by"], told["available"], told["scheduled"]) == (
+        *("odd", "0 live runtimes"),
+        *("2", "1"),
+    )
+    assert re.fullmatch(r"\d+ s, since 20.*", told["oldest available"])
+    assert table(shown, "queue") == [["mail", *"10100", "AGE", *"00"], ["other", *"10000", "AGE", *"00"]]
+    document = answer(run("kind", "show", "odd", "--json"))
+    assert document == answer(run("kind", "list", "--json"))["kinds"][0]
+    assert document["counts"]["available"] == {"value": 2, "is_exact": True}
+    assert {queue: depth["counts"]["available"]["value"] for queue, depth in document["queues"].items()} == {
+        "mail": 1,
+        "other": 1,
+    }
+    assert document["oldest_at"] == document["queues"]["mail"]["oldest_at"] < document["queues"]["other"]["oldest_at"]
+
+
+@pytest.mark.usefixtures("work")
+def test_jobs_of_a_queue_are_counted_by_kind(run: Run) -> None:
+    expected = [["odd", *"10100", "AGE", *"00"], ["work", *"10001", "AGE", *"00"]]
+    assert table(run("queue", "show", "mail"), "kind") == expected
+    document = answer(run("queue", "show", "mail", "--json"))
+    assert {kind: depth["counts"]["failed"]["value"] for kind, depth in document["kinds"].items()} == {
+        "odd": 0,
+        "work": 1,
+    }
+    assert "kinds" not in answer(run("queue", "list", "--json"))["queues"][0]
+    assert run("kind", "show", "none").exit_code == 3
+
+
+@pytest.mark.usefixtures("work")
+def test_counts_of_kinds_fit_the_terminal(client: awa.Client, database: str) -> None:
+    client.insert({}, kind="k" * 190, queue="q" * 190)
+    for arguments, columns, lines in (
+        (("kind", "list"), 80, 5),
+        (("kind", "list"), 200, 5),
+        (("kind", "show", "k" * 190), 80, 3),
+        (("queue", "show", "q" * 190), 80, 3),
+    ):
+        shown = at_terminal(*arguments, database=database, columns=columns)
+        told = click.unstyle(shown.text).splitlines()
+        begin = next(n for n, line in enumerate(told) if "available" in line and "failed" in line)
+        rows = list(itertools.takewhile(str.strip, told[begin:]))
+        assert shown.code == 0 and len(rows) == lines
+        assert max(map(len, rows)) == columns
+
+
+def test_estimates_of_kinds_are_marked(run: Run, client: awa.Client, conn: Conn) -> None:
+    kinds = ("a", "b")
+    client.insert_many_copy(awa.NewJob({}, kind=kinds[n % 2], queue="big") for n in range(100_500))
+    conn.execute("ANALYZE awa.jobs")
+    listed = [line.split()[1:] for line in run("kind", "list").stdout.splitlines()[1:]]
+    for row in (*table(run("queue", "show", "big"), "kind"), *listed):
+        assert re.fullmatch(r"~\d\d,\d\d\d", row[1])
+    done = run("kind", "show", "c")
+    assert done.exit_code == 3
+    assert "not all jobs were looked at" in done.stderr and "known are 'a', 'b'" in done.stderr
 
 
 def test_queues_are_shown_with_what_drifts_and_what_nobody_declares(run: Run, described: awa.Client) -> None:

@@ -97,7 +97,7 @@ def test_show(run: Run, mail: list[awa.Inserted]) -> None:
     assert set(answer(run("show", "mail", "--json"))) == {
         *("name", "is_paused", "paused_at", "paused_by", "pause_reason", "running", "counts", "limits", "declared"),
         *("declared_at", "overrides", "overrides_by", "overrides_at", "oldest_at", "descriptor"),
-        "statistics",
+        *("kinds", "statistics"),
     }
     assert re.fullmatch(r"\d+ s, since 20.*", facts["oldest available"])
 

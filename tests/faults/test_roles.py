@@ -361,6 +361,10 @@ def test_a_reader_sees_everything(install: Install, start_worker: StartWorker, s
         looking.admin.list_jobs(state)
     assert len(looking.admin.list_jobs("available").jobs) == 2
     assert looking.admin.queue_counts()["default"][awa.JobState.COMPLETED].value == 1
+    assert looking.admin.kind_counts()["work"][awa.JobState.COMPLETED].value == 1
+    assert looking.admin.get_queue("default").kinds == {
+        kind: looking.admin.get_kind(kind).queues["default"] for kind in ("other", "work")
+    }
     for arguments in (["storage", "check"], ["storage", "status"], ["migrate", "--status"]):
         shown = command(*arguments, "--database", installed.url("reader"), "--schema", schema)
         assert shown.exit_code == 0, shown.output

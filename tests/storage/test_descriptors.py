@@ -276,9 +276,9 @@ def test_what_is_declared_is_listed_without_jobs_and_what_is_not_known_is_not_fo
     conn.execute(kinds, ['["old"]', dead])
     fall_silent(conn, dead)
     found = [(kind.name, kind.live_runtimes, kind.descriptor is not None) for kind in admin.list_kinds()]
-    assert found == [("idle", 1, True), ("plain", 1, False)]
+    assert found == [("idle", 1, True), ("noop", 0, False), ("plain", 1, False)]
     assert (admin.get_kind("plain").descriptor, admin.get_kind("plain").live_runtimes) == (None, 1)
-    with pytest.raises(KindNotFound, match=r"no kind 'old' is known: .* known are 'idle', 'plain'") as caught:
+    with pytest.raises(KindNotFound, match=r"no kind 'old' is known: .* known are 'idle', 'noop', 'plain'") as caught:
         admin.get_kind("old")
     assert caught.value.kind == "old"
 

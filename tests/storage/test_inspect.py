@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import fields
 from datetime import UTC, datetime, timedelta
@@ -15,7 +15,7 @@ import pytest
 from awa.admin import Admin
 from awa.errors import JobNotFound
 from awa.job import JobState
-from awa.storage import jobs, listing, lookup, queues
+from awa.storage import jobs, kinds, listing, lookup, queues
 from awa.storage.jobs import JobInfo
 from awa.storage.listing import JobPage
 from awa.storage.migrate import migrate
@@ -413,6 +413,15 @@ BRUTE_CLAIM = """
 """
 
 
+BRUTE_OLDEST = """
+    SELECT j.queue, j.kind, min(j.available_at)
+      FROM awa.jobs j
+     WHERE j.lane > 0 AND NOT EXISTS (SELECT FROM awa.attempt_ends e WHERE e.entry_id = j.entry_id)
+       AND NOT EXISTS (SELECT FROM awa.claims c WHERE j.entry_id = ANY (c.entry_ids))
+     GROUP BY 1, 2
+"""
+
+
 class Workload:
     """Does at random what producers, workers and operators do, with transactions that stay open meanwhile."""
 
@@ -501,7 +510,7 @@ class Workload:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_every_look_agrees_with_what_is_stored(
-    conn: Conn, open_connection: Callable[[], Conn], admin: Admin, seed: int
+    conn: Conn, open_connection: Callable[[], Conn], admin: Admin, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """Whatever was done, each job is in one list, counted once, found by its id in the same state, by its own claim."""
     workload = Workload(conn, open_connection, seed)
@@ -549,6 +558,27 @@ def test_every_look_agrees_with_what_is_stored(
                 for name in ("claimed_at", "elapsed_ms", "runtime", "hostname", "pid", "error"):
                     assert getattr(job, name) == getattr(same, name), (name, job)
     assert all(admin.queue_counts(name)[name] == counts[name] for name in counts)
+    in_line: defaultdict[str, dict[str, datetime]] = defaultdict(dict)
+    for name, kind, since in conn.execute(BRUTE_OLDEST).fetchall():
+        in_line[kind][name] = since
+    by_kind = Counter((job.kind, job.queue, job.state) for job in stored.values())
+    for number in (kinds.SAMPLE_PAGES, 1):  # every page is read; or, beside a few, all that a queue has
+        monkeypatch.setattr(kinds, "SAMPLE_PAGES", number)
+        infos = {info.name: info for info in admin.list_kinds()}
+        assert infos.keys() == {"noop", "new"}
+        for kind, info in infos.items():
+            assert info == admin.get_kind(kind)
+            assert info.counts == admin.kind_counts(kind)[kind] == admin.kind_counts()[kind]
+            for name in counts:
+                expected = {wanted: Count(by_kind[kind, name, wanted], True) for wanted in JobState}
+                assert admin.kind_counts(kind, queue=name)[kind] == expected
+                assert name not in info.queues or info.queues[name].counts == expected
+                assert admin.get_queue(name).kinds.get(kind) == info.queues.get(name)
+            assert {name: one.oldest_at for name, one in info.queues.items() if one.oldest_at} == in_line[kind]
+            assert info.oldest_at == min(in_line[kind].values(), default=None)
+            for wanted in JobState:
+                together = sum(by_kind[kind, name, wanted] for name in counts)
+                assert info.counts[wanted] == Count(together, True)
     for id_ in workload.random.sample(sorted(stored), 20):
         details = admin.job_details(id_)
         assert all(getattr(details, field.name) == getattr(stored[id_], field.name) for field in fields(JobInfo))
@@ -802,6 +832,8 @@ def test_another_schema_is_looked_at_alike(empty_database: str) -> None:
         assert jobs.get_job(conn, schema, 1).state == JobState.AVAILABLE
     admin = Admin(schema, lambda: psycopg.connect(empty_database, autocommit=True))
     assert {wanted: len(admin.list_jobs(wanted).jobs) for wanted in JobState}[JobState.AVAILABLE] == 1
+    assert admin.kind_counts()["noop"][JobState.AVAILABLE] == Count(1, True)
+    assert admin.get_kind("noop").oldest_at is not None
     assert admin.queue_counts()["q"][JobState.AVAILABLE] == Count(1, True)
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from awa.admin import Admin
 from awa.job import JobState
-from awa.storage import queues
+from awa.storage import kinds, queues
 from awa.storage.jobs import JobRow, insert_jobs
 from awa.storage.keys import sweep_keys
 from awa.storage.snapshot import one_snapshot
@@ -673,6 +673,7 @@ def test_counts_stop_at_their_limit(
     monkeypatch.setattr(queues, "EXACT_LIMIT", 500)
     monkeypatch.setattr(queues, "CLAIM_LIMIT", 100)
     monkeypatch.setattr(queues, "SAMPLE_PAGES", 10)
+    monkeypatch.setattr(kinds, "SAMPLE_PAGES", 10)
     prepare(conn, statistics, content)
     admin = Admin(AWA, lambda: nullcontext(conn))
     with explained.watch() as plans:
@@ -682,6 +683,14 @@ def test_counts_stop_at_their_limit(
     if content is many_claims:
         assert {state for state in JobState if not counts[state].is_exact} == {"scheduled", "completed", "failed"}
         assert (counts[JobState.RUNNING].value, counts[JobState.RETRYABLE].value) == (80, 1)
+    with explained.watch() as plans:
+        by_kind = admin.kind_counts(queue="q")
+    # each entry is looked up, and its end; the head of each lane is read
+    check(plans, most_rows=12000)
+    if content is many_claims:
+        noop = by_kind["noop"]
+        assert {state for state in JobState if not noop[state].is_exact} == {"scheduled", "completed", "failed"}
+        assert (noop[JobState.RUNNING].value, noop[JobState.RETRYABLE].value) == (80, 1)
 
 
 @pytest.mark.parametrize("statistics, content", [("none", nothing), ("none", one_queue), ("stale", one_queue)])
