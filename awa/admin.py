@@ -112,7 +112,7 @@ class Admin:
             state: A :class:`awa.JobState`, or its name; None: all states.
             queue, kind, tag: Only of this queue, of this kind, with this tag; None: of all.
             ids: Only these, 1 to 1000; None: all. Ids of which there is no job are passed over.
-            limit: Most jobs to return, 1 to 1000. A page ends early once 3,000 jobs were looked at.
+            limit: Most jobs to return, 1 to 1000. A page ends early once 2,000 jobs were looked at.
             after: ``after`` of the page before, with the same state and filters; None: the first page.
 
         Raises:
@@ -168,7 +168,7 @@ class Admin:
     def kind_counts(self, kind: str | None = None, *, queue: str | None = None) -> dict[str, dict[JobState, Count]]:
         """How many jobs each kind has in each state: ``kind_counts()["send_email"]["available"].value``.
 
-        Counted as :meth:`queue_counts` does, with two differences. No index knows kinds, so an estimate, from 250
+        Counted as :meth:`queue_counts` does, with two differences. No index knows kinds, so an estimate, from 100
         pages, may miss a kind that is rare: where not all jobs of a queue in a state were looked at, no kind's count of
         that state is exact, and about 0 says that no job was met. And completed jobs are counted one by one where the
         queue has up to 10,000 entries, which are its jobs and their earlier attempts. With millions of jobs all of it

@@ -39,7 +39,7 @@ $$;
 -- oldest_at: of those in line, as awa.oldest_available tells it: what is set aside is left out. Looked for among the first
 -- 500 of each lane; told when it is at least as old as the last of these wherever a lane has more.
 CREATE FUNCTION awa.kind_counts_v1(p_queues text[] DEFAULT NULL, p_kinds text[] DEFAULT NULL,
-                                   p_exact integer DEFAULT 10000, p_pages integer DEFAULT 250)
+                                   p_exact integer DEFAULT 10000, p_pages integer DEFAULT 100)
 RETURNS TABLE (queue text, kind text, state text, n bigint, is_exact boolean, oldest_at timestamptz)
 LANGUAGE plpgsql STABLE
 SET plan_cache_mode = force_custom_plan SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off

@@ -18,7 +18,7 @@ from awa.storage.queues import Count
 from awa.storage.snapshot import Look
 from awa.wording import listed
 
-SAMPLE_PAGES = 250
+SAMPLE_PAGES = 100
 """Pages of a table that an estimate reads; a table that has less than twice as many is counted."""
 
 

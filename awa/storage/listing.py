@@ -27,7 +27,7 @@ from awa.storage.jobs import JobInfo
 from awa.storage.queues import LIST_QUEUES
 from awa.storage.snapshot import Look
 
-MOST_LOOKED_AT = 3_000
+MOST_LOOKED_AT = 2_000
 """Places after which a page ends, however few jobs of the wanted kind it has."""
 
 GROUP = 500

@@ -2390,7 +2390,7 @@ CREATE FUNCTION awa.is_suspect(p_history json) RETURNS boolean
     SELECT coalesce(p_history->-1->>'outcome' = 'rescued', false)
 $$;
 
-CREATE FUNCTION awa.kind_counts_v1(p_queues text[] DEFAULT NULL::text[], p_kinds text[] DEFAULT NULL::text[], p_exact integer DEFAULT 10000, p_pages integer DEFAULT 250) RETURNS TABLE(queue text, kind text, state text, n bigint, is_exact boolean, oldest_at timestamp with time zone)
+CREATE FUNCTION awa.kind_counts_v1(p_queues text[] DEFAULT NULL::text[], p_kinds text[] DEFAULT NULL::text[], p_exact integer DEFAULT 10000, p_pages integer DEFAULT 100) RETURNS TABLE(queue text, kind text, state text, n bigint, is_exact boolean, oldest_at timestamp with time zone)
     LANGUAGE plpgsql STABLE
     SET plan_cache_mode TO 'force_custom_plan'
     SET enable_seqscan TO 'off'
@@ -4480,14 +4480,15 @@ CREATE FUNCTION awa.summarize_v1(p_slot smallint, p_from bigint, p_ranges intege
     AS $$
 DECLARE
     v_index regclass := format('awa.jobs_%s_id_idx', p_slot)::regclass;
-    v_end bigint := pg_relation_size(format('awa.jobs_%s', p_slot)::regclass) / current_setting('block_size')::bigint;
+    v_pages bigint := pg_relation_size(format('awa.jobs_%s', p_slot)::regclass) / current_setting('block_size')::bigint;
+    v_end bigint := (v_pages + 31) / 32 * 32;
     v_page bigint := p_from;
 BEGIN
     IF p_from > v_end THEN
         RETURN 0;
     END IF;
     IF p_slot = pg_sequence_last_value('awa.ring_seq') THEN
-        v_end := v_end - 64;
+        v_end := v_pages - 64;
     END IF;
     WHILE v_page + 32 <= v_end AND v_page < p_from + 32 * p_ranges LOOP
         PERFORM brin_summarize_range(v_index, v_page);

@@ -1,7 +1,30 @@
--- Looks at lanes that pass over what is not there: the order of lanes by age is found without walking over jobs that have
--- ended, and counts do not walk over what an open transaction writes.
+-- Looks pass over what is not there: the order of lanes by age is found without walking over jobs that have ended, counts
+-- do not walk over what an open transaction writes, and a look for a job reads no segment's last pages for nothing.
 --
 -- Replaces functions, in place, by ones that mean the same. Waits for no table. Works with awa 0.1 and later.
+
+-- As in 0028_overviews.sql; but of a slot that is not written to any more the last range too, though it is not full.
+CREATE OR REPLACE FUNCTION awa.summarize_v1(p_slot smallint, p_from bigint, p_ranges integer) RETURNS bigint
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    v_index regclass := format('awa.jobs_%s_id_idx', p_slot)::regclass;
+    v_pages bigint := pg_relation_size(format('awa.jobs_%s', p_slot)::regclass) / current_setting('block_size')::bigint;
+    v_end bigint := (v_pages + 31) / 32 * 32;
+    v_page bigint := p_from;
+BEGIN
+    IF p_from > v_end THEN
+        RETURN 0;
+    END IF;
+    IF p_slot = pg_sequence_last_value('awa.ring_seq') THEN
+        v_end := v_pages - 64;
+    END IF;
+    WHILE v_page + 32 <= v_end AND v_page < p_from + 32 * p_ranges LOOP
+        PERFORM brin_summarize_range(v_index, v_page);
+        v_page := v_page + 32;
+    END LOOP;
+    RETURN v_page;
+END $$;
 
 -- As in 0028_overviews.sql; but what a transaction writes that began after the snapshot is not walked over: see
 -- awa.xid_before.
