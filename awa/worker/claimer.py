@@ -192,9 +192,10 @@ class Claimer:
             self._leave_bells()
             self.crew.rest()
             return
-        # Many at once: somebody comes back for more while the rest of the batch runs.
-        half = len(attempts) // 2 if len(attempts) >= 2 * self._threads else len(attempts)
-        self.crew.refill(attempts, half)
+        # Many at once: somebody comes back for more while every other thread has one to run, or a third is left.
+        total = self.crew.unstarted + len(attempts)
+        behind = max(total // 3, self._threads) if total >= 2 * self._threads else 0
+        self.crew.refill(attempts, max(len(attempts) - behind, 0))
         if self.is_quiet:  # since a moment ago
             self._empty()
 
@@ -433,8 +434,9 @@ class Claimer:
         ahead = free
         if crew.mean_seconds >= 0:
             ahead = max(free, int(self._threads * WORK_AHEAD / max(crew.mean_seconds, 1e-6)))
-        limit = min(MAX_BATCH, ahead) - crew.unstarted
-        if limit <= 0:
+        most = min(MAX_BATCH, ahead)
+        limit = most - crew.unstarted
+        if limit <= 0 or (crew.unstarted and limit < most // 2):  # later, more at once: each claim has its price
             return []
         if self._closed.states:
             now = time.monotonic()
