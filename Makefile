@@ -22,17 +22,21 @@ demo: $(VENV)/demo.stamp ## run real jobs on a private PostgreSQL, kill a worker
 	@AWA_EMBEDDED=$${AWA_EMBEDDED:-1} $(BIN)/awa demo
 
 test: $(VENV)/dev.stamp ## run the quick tests on the system's PostgreSQL, the engine's core on the embedded one too
-	@if $(BIN)/python -c 'import os, sys; from awa.embedded import from_system; sys.exit(not from_system(os.environ))'
+	@rm -f build/unsteady.txt
+	if $(BIN)/python -c 'import os, sys; from awa.embedded import from_system; sys.exit(not from_system(os.environ))'
 	then
 		$(BIN)/python -m tests.steady $(TOGETHER) --pg=system -m 'not slow'
 		AWA_PROPERTY_STEPS=500 $(BIN)/python -m tests.steady $(TOGETHER) --pg=embedded -m 'not slow' -- $(CORE)
 	else
 		$(BIN)/python -m tests.steady $(TOGETHER) --pg=embedded -m 'not slow'
 	fi
+	[ ! -e build/unsteady.txt ] || cat build/unsteady.txt
 
 slow: $(VENV)/dev.stamp ## run the tests that take more than five seconds, and all storage tests on the embedded PostgreSQL
-	@$(BIN)/python -m tests.steady $(TOGETHER) -m slow
+	@rm -f build/unsteady.txt
+	$(BIN)/python -m tests.steady $(TOGETHER) -m slow
 	$(BIN)/python -m tests.steady $(TOGETHER) --pg=embedded -m 'not slow' -- tests/storage
+	[ ! -e build/unsteady.txt ] || cat build/unsteady.txt
 
 lint: $(VENV)/dev.stamp ## check style and types
 	@$(BIN)/ruff check .

@@ -171,8 +171,8 @@ class Admin:
         Counted as :meth:`queue_counts` does, with two differences. No index knows kinds, so an estimate, from 100
         pages, may miss a kind that is rare: where not all jobs of a queue in a state were looked at, no kind's count of
         that state is exact, and about 0 says that no job was met. And completed jobs are counted one by one where the
-        queue has up to 10,000 entries, which are its jobs and their earlier attempts. With millions of jobs all of it
-        takes a tenth of a second.
+        queue has up to 10,000 entries, which are its jobs and their earlier attempts; running ones where no more than
+        10,000 run in the queues that are asked for.
 
         Args:
             kind: Only this one; its counts are zero when no job of it was met. None: every kind of which one was.
@@ -200,10 +200,11 @@ class Admin:
         with self._connection() as conn, one_snapshot(conn, self._schema) as look:
             return queue_control.list_queues(look)
 
-    def get_queue(self, name: str) -> QueueInfo:
+    def get_queue(self, name: str, *, by_kind: bool = True) -> QueueInfo:
         """One queue: its counts, its limits and where they come from, whether it is paused, how code describes it.
 
-        And what it has of each kind, counted as :meth:`kind_counts` does.
+        Args:
+            by_kind: Whether to count what it has of each kind, as :meth:`kind_counts` does; that reads as much again.
 
         Raises:
             QueueNotFound: It has no jobs, nothing was said of it, and no worker serves it.
@@ -211,11 +212,7 @@ class Admin:
         """
         name = options.check_queue(name, "name")
         with self._connection() as conn, one_snapshot(conn, self._schema) as look:
-            return queue_control.get_queue(look, name, by_kind=True)
-
-    def _changed(self, name: str) -> QueueInfo:
-        with self._connection() as conn, one_snapshot(conn, self._schema) as look:
-            return queue_control.get_queue(look, name)
+            return queue_control.get_queue(look, name, by_kind=by_kind)
 
     def pause_queue(self, name: str, *, by: str | None = None, reason: str | None = None) -> QueueInfo:
         """Have no job of a queue start, at any worker, until it is resumed. It need not have jobs yet.
@@ -235,7 +232,7 @@ class Admin:
         name, by, reason = options.check_queue(name, "name"), options.check_by(by), options.check_reason(reason)
         with self._connection() as conn:
             queue_control.pause_queue(conn, self._schema, name, by=by, reason=reason)
-        return self._changed(name)
+        return self.get_queue(name, by_kind=False)
 
     def resume_queue(self, name: str) -> QueueInfo:
         """Let a queue go on, and wake its workers; nothing happens when it is not paused.
@@ -248,7 +245,7 @@ class Admin:
         name = options.check_queue(name, "name")
         with self._connection() as conn:
             queue_control.resume_queue(conn, self._schema, name)
-        return self._changed(name)
+        return self.get_queue(name, by_kind=False)
 
     def set_limits(
         self,
@@ -270,7 +267,8 @@ class Admin:
             max_running_per_key: Most attempts at once of jobs with the same ``concurrency_key``.
 
         Raises:
-            QueueBusy: Claims were in the way for a second; nothing was changed, try again.
+            QueueBusy: Claims, or another who says something of the queue, were in the way for a second; nothing was
+                changed, try again.
             ValidationError: None is given, or one cannot be meant; nothing was sent.
         """
         name, by = options.check_queue(name, "name"), options.check_by(by)
@@ -285,7 +283,7 @@ class Admin:
             raise ValidationError(text, path="limits", limit=LIMITS)
         with self._connection() as conn:
             repeated(lambda: queue_control.limit_queue(conn, self._schema, name, said, by=by))
-        return self._changed(name)
+        return self.get_queue(name, by_kind=False)
 
     def clear_limits(self, name: str, *names: str, by: str | None = None) -> QueueInfo:
         """Take back what :meth:`set_limits` has set: what code declares holds again.
@@ -296,7 +294,8 @@ class Admin:
 
         Raises:
             QueueNotFound: Nothing is known of the queue.
-            QueueBusy: Claims were in the way for a second; nothing was changed, try again.
+            QueueBusy: Claims, or another who says something of the queue, were in the way for a second; nothing was
+                changed, try again.
             ValidationError: An argument cannot be meant; nothing was sent.
         """
         name, by = options.check_queue(name, "name"), options.check_by(by)
@@ -306,7 +305,7 @@ class Admin:
                 raise ValidationError(text, path=f"names[{position}]", value=limit, limit=LIMITS)
         with self._connection() as conn:
             repeated(lambda: queue_control.limit_queue(conn, self._schema, name, {}, cleared=names or LIMITS, by=by))
-        return self._changed(name)
+        return self.get_queue(name, by_kind=False)
 
     def count_waiting(self, name: str) -> int:
         """How many jobs of a queue :meth:`cancel_waiting` would cancel now: all that are neither running nor ended.
@@ -355,10 +354,10 @@ class Admin:
     # --- kinds ------------------------------------------------------------------------------------------------------
 
     def list_kinds(self) -> list[KindInfo]:
-        """Every kind that has jobs, that code describes, or that a live worker handles; by name, all of one moment.
+        """Every kind that has jobs or has had attempts today, that code describes, or that a live worker handles.
 
-        Counted as :meth:`kind_counts` does. A kind that is rare among very many jobs may be missing, if nothing else
-        tells of it: neither code, nor a worker, nor an attempt in the last 24 hours.
+        By name, all of one moment, counted as :meth:`kind_counts` does. A kind that is rare among very many jobs may be
+        missing, if nothing else tells of it: neither code, nor a worker, nor an attempt in the last 24 hours.
         """
         with self._connection() as conn, one_snapshot(conn, self._schema) as look:
             return kinds.list_kinds(look)

@@ -1,7 +1,8 @@
 -- Looks pass over what is not there: the order of lanes by age is found without walking over jobs that have ended, counts
 -- do not walk over what an open transaction writes, and a look for a job reads no segment's last pages for nothing.
 --
--- Replaces functions, in place, by ones that mean the same. Waits for no table. Works with awa 0.1 and later.
+-- Replaces functions in place. awa.aged_order takes a lane to be as old as its first entries, whether these have ended or
+-- not; the others mean the same. Waits for no table. Works with awa 0.1 and later.
 
 -- As in 0028_overviews.sql; but of a slot that is not written to any more the last range too, though it is not full.
 CREATE OR REPLACE FUNCTION awa.summarize_v1(p_slot smallint, p_from bigint, p_ranges integer) RETURNS bigint
@@ -57,6 +58,31 @@ LANGUAGE sql STABLE ROWS 10 AS $$
      CROSS JOIN LATERAL awa.page_ranges(p.page_from, p.page_to, p.last_xid, p.last_entry) r
      CROSS JOIN LATERAL unnest(r.lo_xid, r.lo_entry, r.hi_xid, r.hi_entry) u
      WHERE NOT p.is_plain
+$$;
+
+-- awa.oldest_available of each queue. A call of that costs as much as what it reads.
+CREATE FUNCTION awa.oldest_available_v1(p_queues text[]) RETURNS TABLE (queue text, oldest_at timestamptz)
+LANGUAGE sql STABLE
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET jit = off
+AS $$
+    SELECT q.queue, o.available_at
+      FROM unnest(p_queues) q(queue)
+     CROSS JOIN LATERAL (
+           SELECT min(h.available_at) AS available_at
+             FROM awa.unclaimed_ranges(q.queue) r
+            CROSS JOIN LATERAL (
+                  SELECT t.available_at
+                    FROM (SELECT j.slot, j.entry_id, j.available_at, row_number() OVER () AS nr
+                            FROM (SELECT j.slot, j.entry_id, j.available_at FROM awa.jobs j
+                                   WHERE j.queue = q.queue AND j.lane = r.lane
+                                     AND (j.xid, j.entry_id) > (r.lo_xid, r.lo_entry)
+                                     AND (j.xid, j.entry_id) < (r.hi_xid, r.hi_entry)
+                                     AND pg_visible_in_snapshot(j.xid, r.page_to)
+                                   ORDER BY j.xid, j.entry_id LIMIT 1000) j) t
+                   WHERE t.nr = 1000
+                      OR NOT EXISTS (SELECT FROM awa.attempt_ends e
+                                      WHERE e.slot = t.slot AND e.entry_id = t.entry_id OFFSET 0)
+                   LIMIT 1) h) o
 $$;
 
 -- As in 0021_limits.sql; but a lane is as old as its first entries are, be they ended. To find the first that has not may

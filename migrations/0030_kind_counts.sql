@@ -31,7 +31,8 @@ $$;
 -- may have two rows.
 --
 -- is_exact: they were counted one by one. That is done where a queue has up to p_exact jobs in a state, whatever their
--- kinds, and of a table with less than twice p_pages pages; of completed jobs where a queue has up to p_exact entries.
+-- kinds, and of a table with less than twice p_pages pages; of completed jobs where a queue has up to p_exact entries, of
+-- running ones where no more than p_exact run in all these queues.
 -- Beyond, n is an estimate from p_pages pages, or how many were met where that is more. No index knows kinds: a rare one
 -- may not be on those pages. So there is a row with kind NULL for each state of a queue that was not counted: of a kind
 -- that has no row in that state it is not known whether it has jobs there.

@@ -2,18 +2,23 @@
 
 ``python -m tests.steady OPTIONS -- PATHS``. Many tests start processes and servers and stop them in the middle; on a
 small machine, beside others of their kind, one in thousands now and then waits for too short a time. One that failed
-among others and passes alone is told in the last lines as unsteady, which is a bug to look for, in the test or in awa;
-whatever fails alone as well, and more than three, fail the run.
+among others and passes alone is told as unsteady, here and in the file :data:`TOLD`, which ``make`` shows last: it is a
+bug to look for, in the test or in awa. Whatever fails alone as well, and more than three, fail the run.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 MOST = 3
+"""Failed tests that are run again."""
+
+TOLD = Path("build/unsteady.txt")
+"""Where they are told, a line for each run of all tests that had any."""
 
 
 class Failed:
@@ -39,7 +44,11 @@ def main(arguments: list[str]) -> int:
     print(f"\nAgain, alone: {' '.join(failed.nodes)}", flush=True)
     again = subprocess.run([sys.executable, "-m", "pytest", *options, "-n", "0", *failed.nodes], check=False)
     if again.returncode == 0:
-        print(f"UNSTEADY, failed among others and passed alone: {' '.join(failed.nodes)}", flush=True)
+        told = f"UNSTEADY, failed among others and passed alone: {' '.join(failed.nodes)}\n"
+        TOLD.parent.mkdir(exist_ok=True)
+        with TOLD.open("a") as file:
+            file.write(told)
+        print(told, end="", flush=True)
     return again.returncode
 
 

@@ -59,8 +59,8 @@ def written(output: Path | None) -> Iterator[Write]:
     """Write to a file, which is there once all of it is; None: to the standard output.
 
     Until then it is ``FILE.*.part`` beside it, of a name that no other export has, which is removed when something goes
-    wrong. A link stays one, a file that is replaced hands on who may read it, and what is no file, as a pipe or a
-    device, is written to as it is.
+    wrong, short of SIGKILL. A link stays one, a file that is replaced hands on who may read it, and what is no file, as
+    a pipe or a device, is written to as it is.
 
     Raises:
         click.ClickException: The file cannot be written.

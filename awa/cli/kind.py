@@ -28,7 +28,7 @@ def kind() -> None:
 @kind.command("list", short_help="Show every kind, with its jobs by state and how many workers handle it.")
 @with_target
 def list_(target: Target) -> None:
-    """Show every kind that has jobs, that code describes, or that a live worker handles: its jobs by state.
+    """Show every kind that has jobs or has had attempts today, that code describes, or that a live worker handles.
 
     Up to 10,000 jobs of a queue in a state are counted, beyond that numbers may be estimates: ~1,234,567. A kind may
     then have jobs though none was met: ~0. The column `oldest` tells for how long the first of the available ones has

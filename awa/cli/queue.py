@@ -99,7 +99,7 @@ def _doubt(info: QueueInfo) -> None:
 def _doubt_name(client: Client, name: str) -> None:
     """Tell who found nothing to do in a queue that it is none; no error, for who empties twice."""
     try:
-        client.admin.get_queue(name)
+        client.admin.get_queue(name, by_kind=False)
     except QueueNotFound as error:
         echo(f"awa: {safe(error)}", err=True)
 
@@ -196,7 +196,7 @@ def cancel_waiting(target: Target, name: str, reason: str | None, is_sure: bool,
         if is_dry or not is_sure:
             count = client.admin.count_waiting(name)
             if not count:
-                client.admin.get_queue(name)  # which raises for a name that is none
+                client.admin.get_queue(name, by_kind=False)  # which raises for a name that is none
             if is_dry:
                 _would(
                     target, name, {"waiting": count}, f"would cancel {_jobs(count, 'waiting')} of queue {safe(name)}"
@@ -226,7 +226,7 @@ def purge(target: Target, name: str, is_sure: bool, is_dry: bool) -> None:
     check_answerable(is_sure, is_dry)
     with target.client() as client:
         if is_dry or not is_sure:
-            counts = client.admin.get_queue(name).counts
+            counts = client.admin.get_queue(name, by_kind=False).counts
             waiting, ended = _sum(counts, WAITING), _sum(counts, ENDED)
             text = f"{_jobs(waiting, 'waiting')} and {_jobs(ended, 'ended')} of queue {safe(name)}"
             if is_dry:
@@ -301,7 +301,7 @@ def limits(
             names = LIMITS.values() if "all" in cleared else [LIMITS[option] for option in cleared]
             info = client.admin.clear_limits(name, *names, by=_who(by))
         else:
-            info = client.admin.get_queue(name)
+            info = client.admin.get_queue(name, by_kind=False)
     if target.as_json:
         print_json(queue_facts(info))
     else:

@@ -69,7 +69,7 @@ def stats(target: Target, name: str | None, by: Subject, window: str | None) -> 
 def _doubt_name(client: Client, name: str, by: Subject) -> None:
     """Tell who is shown noughts of a name that it is none; no error, since they are true."""
     try:
-        client.admin.get_queue(name) if by == "queue" else client.admin.get_kind(name)
+        client.admin.get_queue(name, by_kind=False) if by == "queue" else client.admin.get_kind(name)
     except (QueueNotFound, KindNotFound) as error:
         echo(f"awa: {safe(error)}", err=True)
 

@@ -6,10 +6,15 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
+from psycopg import Cursor
+from psycopg.rows import tuple_row
+
 from awa.doctor.finding import Finding
 from awa.doctor.look import Look
 from awa.storage import examine as sql
+from awa.storage import snapshot
 from awa.storage.descriptors import Noun, read_descriptors
+from awa.storage.rows import read_anything
 from awa.version import VERSION
 from awa.wording import age, listed
 
@@ -115,15 +120,23 @@ def check_versions(look: Look) -> Iterator[Finding]:
 
 
 def check_drift(look: Look) -> Iterator[Finding]:
+    """Reads what is described, which is a row for each queue and kind, not for each job; all of it of one moment."""
     is_well = True
     nouns: tuple[Noun, ...] = ("kind", "queue")
-    for noun in nouns:
-        for name, info in sorted(read_descriptors(look, noun).items()):
+    with look.transaction() as conn, Cursor(conn, row_factory=tuple_row) as cursor:
+        read_anything(cursor)
+        cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")  # a worker may describe anew meanwhile
+        of_one_moment = snapshot.Look(cursor, look.schema)
+        described = {noun: read_descriptors(of_one_moment, noun) for noun in nouns}
+    for noun, infos in described.items():
+        for name, info in sorted(infos.items()):
             if not info.drift:
                 continue
             is_well = False
             others = sorted(runtime for drift in info.drift for runtime in drift.runtimes)
-            versions = len(info.drift) + (info.live_runtimes > len(others))  # what is stored is one
+            versions = len(info.drift) + (
+                info.live_runtimes > len(others)
+            )  # what is stored is a way, if it is anybody's
             who, verb = ("runtime", "differs") if len(others) == 1 else ("runtimes", "differ")
             text = (
                 f"{noun} {name} is described in {versions} ways by live workers"

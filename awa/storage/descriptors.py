@@ -19,7 +19,7 @@ from awa.descriptors import FIELDS, Descriptor, hash_of_set
 from awa.storage.connection import repeated
 from awa.storage.pooler import read_committed
 from awa.storage.schema import Schema
-from awa.storage.snapshot import Reads
+from awa.storage.snapshot import Look
 
 CHUNK = 5_000
 """Most rows of a statement."""
@@ -240,7 +240,7 @@ VERSIONS = (
 )
 
 
-def read_descriptors(look: Reads, noun: Noun, name: str | None = None) -> dict[str, DescriptorInfo]:
+def read_descriptors(look: Look, noun: Noun, name: str | None = None) -> dict[str, DescriptorInfo]:
     """The catalogue of queues or of kinds by name; or what it has of one, which may be nothing."""
     rows = {row[0]: row for row in look.rows(ROWS[noun], name=name)}
     live = dict.fromkeys(rows, 0)

@@ -6,6 +6,7 @@ rare kind.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -19,7 +20,10 @@ from awa.storage.snapshot import Look
 from awa.wording import listed
 
 SAMPLE_PAGES = 100
-"""Pages of a table that an estimate reads; a table that has less than twice as many is counted."""
+"""Pages of a table that an estimate reads; a table that has less than twice as many is counted.
+
+Fewer than for queues: it takes longer to read the kind of each row than to count the rows.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,7 @@ class Depth:
     """Jobs of a kind in a queue."""
 
     counts: dict[JobState, Count]
-    """How many there are in each state."""
+    """How many there are in each state; every state is there."""
     oldest_at: datetime | None = None
     """Since when the oldest available one has been available; None: none waits in line, or it is not known."""
 
@@ -113,7 +117,7 @@ HANDLED = """
      GROUP BY t.kind
 """
 
-# A rare kind may be met nowhere, though it has run.
+# A rare kind may be met nowhere, though it has run. Hours begin on the hour.
 ATTEMPTED = """
     SELECT DISTINCT s.name
       FROM awa.statistics s
@@ -123,8 +127,10 @@ ATTEMPTED = """
 
 
 def list_kinds(look: Look) -> list[KindInfo]:
-    """Every kind that has jobs, as far as they were met, or had attempts of late, that is described, or that a live
-    runtime handles; by name."""
+    """Every kind that has jobs or has had attempts today, that is described, or that a live runtime handles; by name.
+
+    As far as they were met: see :func:`count_jobs`.
+    """
     return _read(look, None)[0]
 
 
@@ -132,15 +138,18 @@ def get_kind(look: Look, kind: str) -> KindInfo:
     """One kind.
 
     Raises:
-        KindNotFound: It is none of those.
+        KindNotFound: It is none of those that :func:`list_kinds` has.
     """
     found, unsure = _read(look, kind)
     if not found:
         shown = listed([ascii(one.name) for one in list_kinds(look)]) or "none"
         met = "not all jobs were looked at, and none of these is of it" if unsure else "it has no jobs"
-        text = f"no kind {kind!a} is known: {met}, nothing describes it, no live worker handles it; known are {shown}"
+        text = (
+            f"no kind {kind!a} is known: {met}, none had an attempt in the last 24 hours, nothing describes it, no live"
+            f" worker handles it; known are {shown}"
+        )
         if unsure:
-            text += "; `awa job list kind:NAME` looks at every job"
+            text += f"; `awa job list {shlex.quote('kind:' + kind)}` looks at every job"
         raise KindNotFound(text, kind=kind)
     return found[0]
 

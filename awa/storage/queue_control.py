@@ -100,7 +100,7 @@ class QueueInfo:
     oldest_at: datetime | None = None
     """Since when its oldest available job has been available; None: nobody waits in line for a worker."""
     kinds: dict[str, Depth] | None = None
-    """What it has of each kind, of which jobs were met; None: that was not counted, as in a list."""
+    """What it has of each kind, of which jobs were met; None: that was not counted, as in a list or after a change."""
 
     @property
     def is_paused(self) -> bool:
@@ -205,7 +205,7 @@ def declare_queue(conn: Connection[Any], schema: Schema, queue: str, limits: Lim
     One look, without a lock, when it is not.
 
     Raises:
-        QueueBusy: Claims were in the way for a second; nothing was changed.
+        QueueBusy: Claims, or another who says something of it, were in the way for a second; nothing was changed.
 
     Source: migrations/0022_queue_control.sql.
     """
@@ -232,7 +232,7 @@ def limit_queue(
         cleared: Limits of which nothing is said any more.
 
     Raises:
-        QueueBusy: Claims were in the way for a second; nothing was changed.
+        QueueBusy: Claims, or another who says something of it, were in the way for a second; nothing was changed.
 
     Source: migrations/0022_queue_control.sql.
     """
@@ -283,6 +283,7 @@ def resume_queue(conn: Connection[Any], schema: Schema, queue: str) -> None:
 
 
 def _said(conn: Connection[Any], schema: Schema, queue: str, text: str, params: dict[str, Any]) -> str:
+    """What happened, once it is something else than ``busy``."""
     until = time.monotonic() + HELD_WITHIN
     while (happened := str(_ask(conn, schema, queue, text, params))) == "busy":
         if time.monotonic() > until:

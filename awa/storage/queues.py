@@ -76,31 +76,7 @@ COUNT = """
       FROM awa.queue_counts_v1(%(queues)s::text[], %(exact)s, %(claims)s, %(pages)s)
 """
 
-# As awa.oldest_available has it for one queue: each call of that costs as much as what it reads.
-OLDEST = """
-    SELECT q.queue, o.available_at
-      FROM unnest(%(queues)s::text[]) q(queue)
-     CROSS JOIN LATERAL (
-           SELECT min(h.available_at) AS available_at
-             FROM awa.unclaimed_ranges(q.queue) r
-            CROSS JOIN LATERAL (
-                  SELECT t.available_at
-                    FROM (SELECT j.slot, j.entry_id, j.available_at, row_number() OVER () AS nr
-                            FROM (SELECT j.slot, j.entry_id, j.available_at FROM awa.jobs j
-                                   WHERE j.queue = q.queue AND j.lane = r.lane
-                                     AND (j.xid, j.entry_id) > (r.lo_xid, r.lo_entry)
-                                     AND (j.xid, j.entry_id) < (r.hi_xid, r.hi_entry)
-                                     AND pg_visible_in_snapshot(j.xid, r.page_to)
-                                   ORDER BY j.xid, j.entry_id LIMIT 1000) j) t
-                   WHERE t.nr = 1000
-                      OR NOT EXISTS (SELECT FROM awa.attempt_ends e
-                                      WHERE e.slot = t.slot AND e.entry_id = t.entry_id OFFSET 0)
-                   LIMIT 1) h) o
-"""
-
-# In the order of its index the first rows of a lane are found without the others.
-SORTING = "SELECT set_config('enable_sort', %(is_on)s::boolean::text, true)"
-"""Until the end of the transaction."""
+OLDEST = "SELECT queue, oldest_at FROM awa.oldest_available_v1(%(queues)s::text[])"
 
 WAITING_STATES = ("scheduled", "available", "retryable", "waiting_external")
 """States of the rows of waiting_jobs."""
@@ -126,9 +102,6 @@ def count_jobs(look: Look, queue: str | None) -> dict[str, dict[JobState, Count]
 def oldest_available(look: Look, queues: Sequence[str]) -> dict[str, datetime | None]:
     """Since when the oldest available job of each queue has been available.
 
-    Source: migrations/0028_overviews.sql.
+    Source: migrations/0029_shorter_looks.sql.
     """
-    look.rows(SORTING, is_on=False)
-    found = look.rows(OLDEST, queues=list(queues))
-    look.rows(SORTING, is_on=True)
-    return dict(found)
+    return dict(look.rows(OLDEST, queues=list(queues)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from psycopg import Connection, Cursor, Error
 from psycopg.rows import tuple_row
@@ -24,13 +24,6 @@ BEGIN = """
     SET LOCAL max_parallel_workers_per_gather = 0;
     SET LOCAL jit = off
 """
-
-
-class Reads(Protocol):
-    """Whatever reads rows: a :class:`Look`, or what ``awa doctor`` asks with."""
-
-    def rows(self, query: str, **params: Any) -> list[tuple[Any, ...]]:
-        """What *query*, written for the schema ``awa``, finds."""
 
 
 class Look:

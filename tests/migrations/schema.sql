@@ -3092,6 +3092,33 @@ CREATE FUNCTION awa.oldest_available(p_queue text) RETURNS timestamp with time z
             LIMIT 1) h
 $$;
 
+CREATE FUNCTION awa.oldest_available_v1(p_queues text[]) RETURNS TABLE(queue text, oldest_at timestamp with time zone)
+    LANGUAGE sql STABLE
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_sort TO 'off'
+    SET jit TO 'off'
+    AS $$
+    SELECT q.queue, o.available_at
+      FROM unnest(p_queues) q(queue)
+     CROSS JOIN LATERAL (
+           SELECT min(h.available_at) AS available_at
+             FROM awa.unclaimed_ranges(q.queue) r
+            CROSS JOIN LATERAL (
+                  SELECT t.available_at
+                    FROM (SELECT j.slot, j.entry_id, j.available_at, row_number() OVER () AS nr
+                            FROM (SELECT j.slot, j.entry_id, j.available_at FROM awa.jobs j
+                                   WHERE j.queue = q.queue AND j.lane = r.lane
+                                     AND (j.xid, j.entry_id) > (r.lo_xid, r.lo_entry)
+                                     AND (j.xid, j.entry_id) < (r.hi_xid, r.hi_entry)
+                                     AND pg_visible_in_snapshot(j.xid, r.page_to)
+                                   ORDER BY j.xid, j.entry_id LIMIT 1000) j) t
+                   WHERE t.nr = 1000
+                      OR NOT EXISTS (SELECT FROM awa.attempt_ends e
+                                      WHERE e.slot = t.slot AND e.entry_id = t.entry_id OFFSET 0)
+                   LIMIT 1) h) o
+$$;
+
 CREATE FUNCTION awa.open_attempts() RETURNS TABLE(slot smallint, runtime bigint, claim_id bigint, idx smallint, queue text, xid xid8, entry_id bigint)
     LANGUAGE sql STABLE
     AS $$

@@ -163,7 +163,9 @@ def test_the_oldest_is_told_when_it_is_known(conn: Conn, admin: Admin) -> None:
 
 
 def test_a_kind_that_nobody_describes_or_handles_is_there_while_it_has_jobs(conn: Conn, admin: Admin) -> None:
-    with pytest.raises(KindNotFound, match="no kind 'new' is known: it has no jobs, nothing describes it"):
+    with pytest.raises(
+        KindNotFound, match="no kind 'new' is known: it has no jobs, none had an attempt in the last 24 hours, nothing"
+    ):
         admin.get_kind("new")
     insert(conn, 1, 2, kind="new")
     [info] = admin.list_kinds()
