@@ -48,7 +48,8 @@ SET jit = off SET max_parallel_workers_per_gather = 0
 AS $$
 #variable_conflict use_column
 DECLARE
-    v_queues text[] := coalesce(p_queues, ARRAY(SELECT q FROM awa.queue_names() q));
+    v_queues text[] := ARRAY(SELECT DISTINCT q FROM unnest(p_queues) q UNION ALL
+                             SELECT q FROM awa.queue_names() q WHERE p_queues IS NULL);
     v_has_ends smallint[] := ARRAY(SELECT s.slot::smallint FROM generate_series(0, 7) s(slot)
                                     WHERE EXISTS (SELECT FROM awa.attempt_ends e WHERE e.slot = s.slot OFFSET 0));
     -- in which anything ended that nobody had claimed
@@ -61,6 +62,10 @@ DECLARE
     v_pages bigint;
     v_table text;
 BEGIN
+    IF (p_exact >= 1 AND p_pages >= 1) IS NOT TRUE THEN
+        RAISE EXCEPTION 'awa.kind_counts cannot count up to % jobs and look at % pages: give at least 1 of each',
+              coalesce(p_exact::text, 'NULL'), coalesce(p_pages::text, 'NULL') USING ERRCODE = '22023';
+    END IF;
     FOREACH v_table IN ARRAY ARRAY['waiting_jobs', 'ended_jobs'] LOOP
         RETURN QUERY EXECUTE replace($q$
             WITH page AS MATERIALIZED (
@@ -230,8 +235,8 @@ BEGIN
     -- Of more than so many, some are looked at, as chance has it, each standing for some more.
     RETURN QUERY
         WITH member AS MATERIALIZED (
-            SELECT c.slot, c.queue, c.lane, c.xids[m.nr] AS xid, m.entry_id
-              FROM awa.open_claims c CROSS JOIN LATERAL unnest(c.entry_ids) WITH ORDINALITY m(entry_id, nr)
+            SELECT c.slot, c.queue, c.lane, m.xid, m.entry_id
+              FROM awa.open_claims c CROSS JOIN LATERAL unnest(c.entry_ids, c.xids) m(entry_id, xid)
              WHERE c.queue = ANY (v_queues) AND m.entry_id = ANY (v_open)
         ), told AS (
             SELECT m.queue, j.kind, count(*) * (cardinality(v_open) / (p_exact + 1) + 1) AS n

@@ -76,7 +76,7 @@ def written(output: Path | None) -> Iterator[Write]:
             with place.open("w", **_HOW) as file:
                 yield lambda lines: _write(file, lines)
             return
-        part = place.with_name(f"{place.name}.{secrets.token_hex(8)}.part")
+        part = place.with_name(f"{place.name[:50]}.{secrets.token_hex(8)}.part")  # a long name fits, too
         try:
             with part.open("x", **_HOW) as file:
                 if place.exists():

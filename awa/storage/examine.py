@@ -245,7 +245,9 @@ RUNTIMES = """
            extract(epoch FROM clock_timestamp() - g.gone_at)::double precision AS gone,
            EXISTS (SELECT FROM awa.live_runtimes l WHERE l.id = r.id) AS is_live,
            r.quiet_at IS NOT NULL AS is_quiet, r.health,
-           ARRAY(SELECT q->>'name' FROM json_array_elements(r.queues) q WHERE q->>'name' IS NOT NULL) AS queues
+           ARRAY(SELECT q->>'name'
+                   FROM json_array_elements(CASE WHEN json_typeof(r.queues) = 'array' THEN r.queues END) q
+                  WHERE q->>'name' IS NOT NULL) AS queues
       FROM awa.runtime_instances r
       LEFT JOIN awa.gone_runtimes g ON g.runtime = r.id
      WHERE r.ended_at IS NULL

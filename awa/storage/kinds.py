@@ -110,7 +110,7 @@ HANDLED = """
     SELECT t.kind, sum(s.n)
       FROM (SELECT i.kinds::text AS kinds, count(*) AS n
               FROM awa.live_runtimes i
-             WHERE i.kinds IS NOT NULL
+             WHERE json_typeof(i.kinds) = 'array'
              GROUP BY 1) s
      CROSS JOIN LATERAL json_array_elements_text(s.kinds::json) t(kind)
      WHERE %(name)s::text IS NULL OR t.kind = %(name)s

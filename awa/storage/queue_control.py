@@ -64,7 +64,8 @@ META = """
 
 SERVED = """
     SELECT DISTINCT q->>'name'
-      FROM awa.runtime_instances i CROSS JOIN LATERAL json_array_elements(i.queues) q
+      FROM awa.runtime_instances i
+     CROSS JOIN LATERAL json_array_elements(CASE WHEN json_typeof(i.queues) = 'array' THEN i.queues END) q
      WHERE i.ended_at IS NULL AND q->>'name' IS NOT NULL
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import psycopg
 import pytest
 
 from awa.admin import Admin
@@ -160,6 +161,28 @@ def test_the_oldest_is_told_when_it_is_known(conn: Conn, admin: Admin) -> None:
     members = claim(conn, register(conn), limit=500).members
     assert {member.kind for member in members} == {"many", "late", "hidden", "old"}
     assert (since("many"), since("late"), since("hidden")) == ("10:00:02", None, "10:00:03")
+
+
+def test_a_queue_that_is_named_twice_is_counted_once(conn: Conn) -> None:
+    insert(conn, 1, 2)
+    counted = conn.execute("SELECT n, is_exact FROM awa.kind_counts_v1(ARRAY['q', 'q'])").fetchall()
+    assert counted == [(2, True)]
+
+
+@pytest.mark.parametrize("limits", ["0, 1", "1, 0", "-5, 10", "NULL, 10", "10, NULL"])
+def test_limits_that_are_none_are_refused(conn: Conn, limits: str) -> None:
+    with pytest.raises(psycopg.errors.InvalidParameterValue, match="give at least 1 of each"):
+        conn.execute(f"SELECT * FROM awa.kind_counts_v1(NULL, NULL, {limits})")
+
+
+def test_running_jobs_of_a_claim_that_is_half_done_are_counted_by_kind(conn: Conn, admin: Admin) -> None:
+    fill(conn, 300, of=3)
+    runtime = register(conn)
+    settle(conn, runtime, claim(conn, runtime, limit=300).members[:150])
+    counts = admin.kind_counts()
+    assert {name: of_kind[JobState.RUNNING] for name, of_kind in counts.items() if name.startswith("kind")} == {
+        f"kind_{n}": Count(50, True) for n in range(3)
+    }
 
 
 def test_a_kind_that_nobody_describes_or_handles_is_there_while_it_has_jobs(conn: Conn, admin: Admin) -> None:

@@ -115,6 +115,9 @@ def test_what_others_wrote_there_hides_no_runtime(conn: Conn, client: awa.Client
         )
         [told] = client.admin.list_runtimes()
         assert (told.id, told.queues) == (number, [])
+        assert client.admin.list_queues() == []
+        client.admin.list_kinds()
+        assert not [finding for finding in client.admin.doctor() if "could not be looked at" in finding.text]
 
 
 def test_a_snapshot_waits_for_no_disk_and_leaves_the_session_as_it_was(conn: Conn) -> None:
