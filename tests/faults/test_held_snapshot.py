@@ -63,6 +63,7 @@ def costs(conn: Conn, runtime: int) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 def test_claims_and_promotion_cost_the_same_under_an_old_snapshot_and_vacuum_comes_by_itself(
     vacuuming: str, start_worker: StartWorker, capsys: pytest.CaptureFixture[str]
 ) -> None:

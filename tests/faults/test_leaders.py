@@ -96,6 +96,7 @@ def test_a_frozen_leader_is_replaced_and_steps_down_when_it_thaws(
     assert check_storage(conn, AWA).is_sound
 
 
+@pytest.mark.slow
 def test_a_killed_leader_is_replaced_within_ten_seconds_by_the_default_settings(
     conn: Conn, processes: WorkerProcesses, capsys: pytest.CaptureFixture[str]
 ) -> None:
