@@ -43,8 +43,8 @@ KEPT_BACK = 3
 WORTH_CLAIMING = 2
 """A claim is for at least one in so many of what may wait for a thread, unless none does: each has its price.
 
-Together they made half as many claims of jobs of 20 ms, and eleven processes ran a twentieth more of those among which
-were kinds that ten of them did not know.
+Together they took a fifth of the transactions off jobs of 20 ms, and eleven processes ran a twentieth more of those
+among which was a kind that ten of them did not know.
 """
 
 FLUSH_AFTER = 0.004
