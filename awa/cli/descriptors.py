@@ -8,13 +8,16 @@ from awa.cli.output import Cell, Column, compact, facts, local_time, safe, style
 from awa.storage.descriptors import DescriptorInfo, Drift
 from awa.wording import listed
 
+NEEDS_WIDTH = 160
+"""Characters of a terminal on which the columns stand beside the counts."""
 
-def described_columns(needs_width: int = 0) -> tuple[Column, ...]:
+
+def described_columns() -> tuple[Column, ...]:
     """Columns for :func:`described_row`, on terminals that are wide enough."""
     names = ("display name", "owner", "tags")
     return (
-        *(Column(name, is_flexible=True, needs_width=needs_width) for name in names),
-        Column("declared", needs_width=needs_width),
+        *(Column(name, is_flexible=True, needs_width=NEEDS_WIDTH) for name in names),
+        Column("declared", needs_width=NEEDS_WIDTH),
     )
 
 

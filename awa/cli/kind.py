@@ -16,7 +16,7 @@ _COLUMNS = (
     Column("kind", is_flexible=True),
     Column("runtimes", is_number=True),
     *counted_columns(oldest_needs_width=90),
-    *described_columns(160),
+    *described_columns(),
 )
 
 

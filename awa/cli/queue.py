@@ -33,7 +33,7 @@ _COLUMNS = (
     Column("status"),
     *counted_columns(oldest_needs_width=90),
     Column("limits", is_flexible=True, needs_width=130),
-    *described_columns(160),
+    *described_columns(),
 )
 
 
