@@ -5,18 +5,19 @@ Workers write it at their start and on a tick of their own; operators read it. N
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import chain
 from typing import Any, Literal
 
 import orjson
-from psycopg import Connection, Cursor
+from psycopg import Connection
 
-from awa._core import canonical_json
+from awa._core import canonical_json, text_array
 from awa.descriptors import FIELDS, Descriptor, hash_of_set
 from awa.storage.connection import repeated
+from awa.storage.drivers import Array, OwnCursor, speaks_utf8
 from awa.storage.pooler import read_committed
 from awa.storage.schema import Schema
 from awa.storage.snapshot import Look
@@ -32,41 +33,62 @@ PREFIXES: Mapping[Noun, str] = {"queue": "queue_descriptor", "kind": "job_kind_d
 
 # --- writing
 
-# Whether a row has to be written: it says something else, or was last seen half an interval ago. Who has just started
-# goes before what is there; on its ticks a runtime writes over another version only once nobody has refreshed that for
-# three intervals, or two versions that live at once would take turns for ever.
-_IS_DUE = """CASE WHEN {row}.descriptor_hash = {given}
-                      THEN {row}.last_seen_at < now() - %(interval_ms)b::integer / 2 * interval '1 ms'
-                      ELSE %(is_start)b::boolean
-                           OR {row}.last_seen_at < now() - 3 * {row}.sync_interval_ms * interval '1 ms' END"""
+# A name and the hash of what is declared of it say whether a row is due, so that is all that most ticks send.
+_GIVEN = "unnest(%(names)b::text[], %(hashes)b::text[]) g(name, hash)"
 
-# Rows that need nothing are left out before the conflict, which would lock and so write each of them. In key order: two
-# starters that took overlapping names in opposite order would deadlock, and a hash join gives them in any order. What
-# an equal hash stands for is there already: to read the JSON of each row again took a sixth of the statement.
+# Who has just started goes before what is there; on its ticks a runtime writes over another version only once nobody
+# has refreshed that for three intervals, or two versions that live at once would take turns for ever.
+_YIELDS = """(%(is_start)b::boolean
+              OR {row}.last_seen_at < now() - 3 * {row}.sync_interval_ms * interval '1 ms')"""
+
+_WAS_SEEN_LONG_AGO = "{row}.last_seen_at < now() - %(interval_ms)b::integer / 2 * interval '1 ms'"
+
+# A row that says the same and was last seen half an interval ago is marked as seen; one that somebody holds is being
+# written anyway. Rows that need nothing are not locked, which would write each of them. Told are the names that need
+# more: those that are not there, and those that say something else and yield.
+_SEE = f"""
+    WITH seen AS (
+        UPDATE {{table}} d
+           SET last_seen_at = now(), sync_interval_ms = %(interval_ms)b::integer
+          FROM (SELECT o.ctid
+                  FROM {_GIVEN}
+                  JOIN {{table}} o ON o.{{noun}} = g.name
+                 WHERE o.descriptor_hash = g.hash AND {_WAS_SEEN_LONG_AGO.format(row="o")}
+                 ORDER BY o.{{noun}}
+                   FOR NO KEY UPDATE OF o SKIP LOCKED) s
+         WHERE d.ctid = s.ctid)
+    SELECT g.name
+      FROM {_GIVEN}
+      LEFT JOIN {{table}} o ON o.{{noun}} = g.name
+     WHERE o.{{noun}} IS NULL OR o.descriptor_hash <> g.hash AND {_YIELDS.format(row="o")}
+"""
+
+SEE: Mapping[Noun, str] = {noun: _SEE.format(table=TABLES[noun], noun=noun) for noun in TABLES}
+
+# What was found due is looked at again under the row's lock: somebody may have written it meanwhile. In key order: two
+# starters that took overlapping names in opposite order would deadlock, and a hash join gives them in any order.
 _WRITE = f"""
     INSERT INTO {{table}} AS d
-           ({{noun}}, display_name, description, owner, docs_url, tags, extra, descriptor_hash, sync_interval_ms)
-    SELECT g.name, g.display_name, g.description, g.owner, g.docs_url,
-           CASE WHEN o.descriptor_hash = g.hash THEN o.tags ELSE g.tags::text[] END,
-           CASE WHEN o.descriptor_hash = g.hash THEN o.extra ELSE g.extra::jsonb END, g.hash, %(interval_ms)b::integer
-      FROM unnest(%(names)b::text[], %(display_name)b::text[], %(description)b::text[], %(owner)b::text[],
-                  %(docs_url)b::text[], %(tags)b::text[], %(extra)b::text[], %(hashes)b::text[])
-           g(name, display_name, description, owner, docs_url, tags, extra, hash)
-      LEFT JOIN {{table}} o ON o.{{noun}} = g.name
-     WHERE o.{{noun}} IS NULL OR {_IS_DUE.format(row="o", given="g.hash")}
+           ({{noun}}, display_name, description, owner, docs_url, tags, extra, descriptor_hash, sync_interval_ms,
+            created_at, updated_at, last_seen_at)
+    SELECT g.name, v.fields->>'display_name', v.fields->>'description', v.fields->>'owner', v.fields->>'docs_url',
+           ARRAY(SELECT jsonb_array_elements_text(v.fields->'tags')), v.fields->'extra', g.hash,
+           %(interval_ms)b::integer, now(), now(), now()
+      FROM {_GIVEN}
+      JOIN awa.descriptor_versions v ON v.descriptor_hash = g.hash
      ORDER BY g.name COLLATE "C"
         ON CONFLICT ({{noun}}) DO UPDATE
        SET display_name = excluded.display_name, description = excluded.description, owner = excluded.owner,
            docs_url = excluded.docs_url, tags = excluded.tags, extra = excluded.extra,
            descriptor_hash = excluded.descriptor_hash, sync_interval_ms = excluded.sync_interval_ms,
-           updated_at = CASE WHEN d.descriptor_hash = excluded.descriptor_hash THEN d.updated_at ELSE now() END,
-           last_seen_at = now()
-     WHERE {_IS_DUE.format(row="d", given="excluded.descriptor_hash")}
+           updated_at = excluded.updated_at, last_seen_at = excluded.last_seen_at
+     WHERE d.descriptor_hash <> excluded.descriptor_hash AND {_YIELDS.format(row="d")}
 """
 
 WRITE: Mapping[Noun, str] = {noun: _WRITE.format(table=TABLES[noun], noun=noun) for noun in TABLES}
 
-# A start has an hour at least in which forget() leaves its versions: by then its runtime has told of them.
+# Those that are there are not read again. A start has an hour at least in which forget() leaves its versions: by then
+# its runtime has told of them.
 WRITE_VERSIONS = """
     INSERT INTO awa.descriptor_versions AS v (descriptor_hash, fields)
     SELECT g.hash, g.fields::jsonb
@@ -96,34 +118,34 @@ def sync(
         interval: Seconds between two calls.
         is_start: The worker starts: what it declares goes before what others have declared.
     """
-    if is_start:  # first, so that whoever reads a hash can tell what it stands for
-        versions = {one.hash: one.text for one in (*queues.values(), *kinds.values())}
-        for some in _chunks(versions):
-            _execute(conn, schema, WRITE_VERSIONS, {"hashes": some, "fields": [versions[one] for one in some]})
+    if is_start:
+        _write_versions(conn, schema, (*queues.values(), *kinds.values()))
     how = {"interval_ms": round(interval * 1000), "is_start": is_start}
     both: dict[Noun, Mapping[str, Descriptor]] = {"queue": queues, "kind": kinds}
     for noun, declared in both.items():
         for names in _chunks(declared):
-            _execute(conn, schema, WRITE[noun], how | _columns(names, [declared[name] for name in names]))
+            due = [name for (name,) in _execute(conn, schema, SEE[noun], how | _given(conn, names, declared))]
+            if not due:
+                continue
+            if not is_start:
+                _write_versions(conn, schema, [declared[name] for name in due])
+            _execute(conn, schema, WRITE[noun], how | _given(conn, due, declared))
 
 
-def _columns(names: list[str], declared: Sequence[Descriptor]) -> dict[str, Any]:
-    return {
-        "names": names,
-        "display_name": [one.display_name for one in declared],
-        "description": [one.description for one in declared],
-        "owner": [one.owner for one in declared],
-        "docs_url": [one.docs_url for one in declared],
-        "tags": [_array(one.tags) for one in declared],
-        "extra": [canonical_json(one.extra).decode() for one in declared],
-        "hashes": [one.hash for one in declared],
-    }
+def _write_versions(conn: Connection[Any], schema: Schema, declared: Iterable[Descriptor]) -> None:
+    """Write what hashes stand for, which is before any row has them: whoever reads a hash can tell its fields."""
+    fields = {one.hash: one.text for one in declared}
+    for hashes in _chunks(fields):
+        given = {"hashes": _texts(conn, hashes), "fields": _texts(conn, [fields[one] for one in hashes])}
+        _execute(conn, schema, WRITE_VERSIONS, given)
 
 
-def _array(tags: Sequence[str]) -> str:
-    """*tags* as PostgreSQL writes an array: one of arrays would need as many in each."""
-    quoted = (tag.replace("\\", "\\\\").replace('"', '\\"') for tag in tags)
-    return "{" + ",".join(f'"{tag}"' for tag in quoted) + "}"
+def _given(conn: Connection[Any], names: list[str], declared: Mapping[str, Descriptor]) -> dict[str, Any]:
+    return {"names": _texts(conn, names), "hashes": _texts(conn, [declared[name].hash for name in names])}
+
+
+def _texts(conn: Connection[Any], values: list[str]) -> Array | list[str]:
+    return Array(text_array(values)) if speaks_utf8(conn) else values
 
 
 def _chunks(names: Iterable[str]) -> Iterable[list[str]]:
@@ -131,12 +153,13 @@ def _chunks(names: Iterable[str]) -> Iterable[list[str]]:
     return (every[start : start + CHUNK] for start in range(0, len(every), CHUNK))
 
 
-def _execute(conn: Connection[Any], schema: Schema, query: str, params: dict[str, Any]) -> None:
-    def send() -> None:
-        with Cursor(conn) as cursor:
+def _execute(conn: Connection[Any], schema: Schema, query: str, params: dict[str, Any]) -> list[tuple[Any, ...]]:
+    def send() -> list[tuple[Any, ...]]:
+        with OwnCursor(conn) as cursor:
             read_committed(cursor, schema.sql(query), params)
+            return cursor.fetchall() if cursor.description else []
 
-    repeated(send)
+    return repeated(send)
 
 
 TELL = """
@@ -268,10 +291,15 @@ def _info(
         last_seen_at=row[HASH + 3],
         live_runtimes=live_runtimes,
         drift=[
-            Drift(sorted(chain(*runtimes)), other, _differing(here, versions.get(other)))
+            Drift(_together(runtimes), other, _differing(here, versions.get(other)))
             for other, runtimes in sorted(others.items())
         ],
     )
+
+
+def _together(sets: list[list[int]]) -> list[int]:
+    """All numbers of sets that are sorted, sorted; nearly always there is one, of as many as a fleet has workers."""
+    return list(sets[0]) if len(sets) == 1 else sorted(chain(*sets))
 
 
 def _differing(here: Mapping[str, Any], there: Mapping[str, Any] | None) -> list[str]:

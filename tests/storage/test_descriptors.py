@@ -171,7 +171,7 @@ def test_starters_that_declare_the_same_in_opposite_order_wait_for_each_other_an
 
 def test_a_tick_that_waited_behind_a_start_leaves_what_that_has_written(conn: Conn, other: Conn) -> None:
     """Guard: what is due is looked at again under the row's lock."""
-    declare(conn, OLD, start=True)
+    declare(conn, Descriptor(), start=True)
     age(conn, 60)  # nobody has been seen for long
     with transaction(other):
         descriptors.sync(other, AWA, queues={"q": NEW}, kinds={}, interval=10, is_start=True)
@@ -179,7 +179,38 @@ def test_a_tick_that_waited_behind_a_start_leaves_what_that_has_written(conn: Co
         wait_for_lock(other, conn)
         other.execute("COMMIT")
         tick.result()
-    assert rows(conn, "owner") == [("new",)]
+    assert rows(conn, "owner")[0] == ("new",)
+
+
+def test_a_tick_waits_for_nobody_who_writes_what_it_only_marks_as_seen(conn: Conn, other: Conn) -> None:
+    """Guard: SKIP LOCKED; and what it has found is written by no other way, so neither it nor the other is lost."""
+    declare(conn, OLD, "a", "q", start=True)
+    age(conn, 60)
+    conn.execute("SET lock_timeout = '5 s'")
+    with transaction(other):
+        descriptors.sync(other, AWA, queues={"q": NEW}, kinds={}, interval=10, is_start=True)
+        descriptors.sync(conn, AWA, queues={"a": OLD, "q": OLD}, kinds={}, interval=10, is_start=False)
+        other.execute("COMMIT")
+    found = conn.execute("SELECT queue, owner, last_seen_at > now() - interval '30 s' FROM awa.queue_descriptors")
+    assert sorted(found.fetchall()) == [("a", "old", True), ("q", "new", True)]
+
+
+def test_what_a_tick_writes_over_an_old_version_has_what_its_hash_stands_for(conn: Conn) -> None:
+    """Guard: a tick writes versions before rows: those of its start may be gone."""
+    declare(conn, OLD, start=True)
+    age(conn, 60)
+    conn.execute("TRUNCATE awa.descriptor_versions")
+    declare(conn, NEW)
+    assert rows(conn, "owner", "tags", "extra")[0] == ("new", list(NEW.tags), {"tier": 1})
+
+
+def test_every_letter_arrives_whatever_the_encoding_of_the_connection(conn: Conn) -> None:
+    """Guard: arrays in UTF-8 are made for connections that speak it."""
+    conn.execute("SET client_encoding = 'LATIN1'")
+    declare(conn, Descriptor(owner="Zoë", tags=("ü",)), "größe", start=True)
+    conn.execute("SET client_encoding = 'UTF8'")
+    assert rows(conn, "owner", "tags") == [("Zoë", ["ü"])]
+    assert scalar(conn, "SELECT queue FROM awa.queue_descriptors") == "größe"
 
 
 # --- reading
