@@ -494,6 +494,7 @@ CREATE FUNCTION awa.claim_v2(p_queue text, p_runtime bigint, p_kinds text[], p_l
     SET enable_sort TO 'off'
     SET jit TO 'off'
     SET lock_timeout TO '20ms'
+    SET cursor_tuple_fraction TO '1'
     AS $_$
 #variable_conflict use_column
 DECLARE
@@ -515,6 +516,9 @@ DECLARE
     f awa.lane_frontier;
     r record;
     g record;
+    c_batches refcursor;
+    v_is_keyed boolean;          -- jobs of the queue have keys: each claim looks at them
+    v_is_plain boolean;
     v_parts record;              -- the parts of the page from here to now
     v_parts_from text;
     v_usual CONSTANT smallint[] := '{2,3,4,5,6,7,8,9}';
@@ -612,7 +616,10 @@ BEGIN
                 EXIT rounds;
             END IF;
         END IF;
-        IF v_round = 1 AND EXISTS (SELECT FROM awa.grants t WHERE t.queue = p_queue) THEN
+        IF v_round = 1 THEN
+            v_is_keyed := EXISTS (SELECT FROM awa.grants t WHERE t.queue = p_queue);
+        END IF;
+        IF v_round = 1 AND v_is_keyed THEN
             v_handed := awa.hand_over(p_queue, m.max_running_per_key);
         END IF;
         v_now := awa.page_end();
@@ -708,92 +715,148 @@ BEGIN
 
         v_last := NULL;
         v_some := false;
-        FOR g IN
-            -- The order of the walk is that of the ranges, and within a range that of the index: a nested loop whose
-            -- outer side is the function scan, stopped by the limit. tests/storage/test_plans.py looks.
-            WITH sized AS MATERIALIZED (
-                SELECT w.*, row_number() OVER so_far AS ord, sum(w.size) OVER so_far AS bytes
-                  FROM (SELECT w.n, e.*, octet_length(e.args) + octet_length(e.kind)
-                                         + CASE WHEN e.details IS NULL THEN 0 ELSE octet_length(e.details) END AS size
-                          FROM unnest(w_lane, w_to, w_lo_xid, w_lo_entry, w_hi_xid, w_hi_entry) WITH ORDINALITY
-                               AS w(lane, page_to, lo_xid, lo_entry, hi_xid, hi_entry, n)
-                         CROSS JOIN LATERAL (
-                               SELECT j.slot, j.lane, j.xid, j.entry_id, j.id, j.kind, j.attempt, j.max_attempts,
-                                      j.args::text AS args, coalesce(j.created_at, j.available_at) AS created_at,
-                                      CASE WHEN j.tags IS NOT NULL OR j.metadata IS NOT NULL OR j.timeout_ms IS NOT NULL
-                                           THEN json_build_object('tags', j.tags, 'metadata', j.metadata,
-                                                                  'timeout_ms', j.timeout_ms)::text END AS details,
-                                      CASE WHEN j.history IS NOT NULL AND j.lane % 2 = 0
-                                           THEN j.history->-1->>'outcome' = 'rescued' END AS rescued,
-                                      j.concurrency_key, j.ordering_key, j.expires_at <= v_started AS expired,
-                                      j.follow_ups::text LIKE '%"completed"%'
-                                      OR octet_length(j.unique_key) > 16 AND get_byte(j.unique_key, 16) & 32 = 0
-                                          AS single
-                                 FROM awa.jobs j
-                                WHERE j.queue = p_queue AND j.lane = w.lane
-                                  AND (j.xid, j.entry_id) > (w.lo_xid, w.lo_entry)
-                                  AND (j.xid, j.entry_id) < (w.hi_xid, w.hi_entry)
-                                  AND pg_visible_in_snapshot(j.xid, w.page_to)
-                                ORDER BY j.xid, j.entry_id
-                                LIMIT v_limit) e
-                         LIMIT v_limit) w
-                WINDOW so_far AS (ROWS UNBOUNDED PRECEDING)
-            ), whole AS MATERIALIZED (
-                SELECT count(*) AS picked, min(s.ord) FILTER (WHERE s.rescued) AS suspect,
-                       awa.ended_among(array_agg(s.slot), array_agg(s.entry_id)) AS ended
-                  FROM sized s
-            ), kept AS MATERIALIZED (
-                SELECT s.*, p_kinds IS NULL OR s.kind = ANY (p_kinds) AS known, s.entry_id = ANY (w.ended) AS ended,
-                       s.ordering_key IS NOT NULL
-                       OR m.max_running_per_key IS NOT NULL AND s.concurrency_key IS NOT NULL AS keyed
-                  FROM whole w CROSS JOIN sized s
-                 WHERE s.ord = 1 OR v_direct IS NOT NULL OR (s.bytes <= c_bytes AND (s.ord < w.suspect) IS NOT FALSE)
-            ), told AS MATERIALIZED (
-                SELECT max(k.ord) AS ord, bit_or(1 << k.lane) AS lanes,
-                       bool_or((NOT k.known OR k.expired) AND NOT k.ended) AS has_aliens,
-                       -- one of an unknown kind takes its place in the order all the same
-                       array_agg(ROW(k.ord, k.entry_id, k.id, CASE WHEN k.known THEN k.concurrency_key END,
-                                     k.ordering_key)::awa.keyed_entry)
-                       FILTER (WHERE k.keyed AND NOT k.ended AND k.expired IS NOT TRUE) AS keyed
-                  FROM kept k
-            ), verdict AS MATERIALIZED (       -- why an entry must wait, at its place
-                SELECT CASE WHEN t.keyed IS NOT NULL
-                            THEN awa.admit(p_queue, m.max_running_per_key, t.keyed) END AS why
-                  FROM told t
-            ), batches AS (
-                SELECT k.slot, k.lane, min(k.ord) AS first, array_agg(k.entry_id) AS entry_ids,
-                       array_agg(k.xid) AS xids, array_agg(k.id) AS ids, array_agg(k.attempt) AS attempts,
-                       array_agg(k.max_attempts) AS max_attempts, array_agg(k.kind) AS kinds,
-                       array_agg(k.created_at) AS created_at,
-                       array_agg(k.details) AS details, count(k.details) AS n_details,
-                       array_agg(k.entry_id) FILTER (WHERE k.single) AS singles,
-                       array_agg(ROW(k.ord, k.entry_id, k.id, k.concurrency_key, k.ordering_key)::awa.keyed_entry)
-                       FILTER (WHERE k.keyed) AS keyed,
-                       v_direct IS NULL AND bool_or(k.rescued) AS alone,
-                       max(k.attempt) AS top_attempt, min(k.max_attempts) AS lo_max, max(k.max_attempts) AS hi_max,
-                       string_agg(k.args, '') FILTER (WHERE k.bytes <= c_bytes) AS args,
-                       array_agg(CASE WHEN k.bytes <= c_bytes THEN octet_length(k.args) END) AS lens
-                  FROM kept k
-                 WHERE k.known AND NOT k.ended AND k.expired IS NOT TRUE
-                   AND (NOT k.keyed OR (SELECT v.why[k.ord] FROM verdict v) IS NULL)
-                 GROUP BY k.slot, k.lane
-            ), aliens AS (
-                SELECT array_agg(k.slot) AS slots, array_agg(k.lane) AS lanes, array_agg(k.xid) AS xids,
-                       array_agg(k.entry_id) AS entries,
-                       array_agg(CASE WHEN k.expired THEN 'expired' WHEN NOT k.known AND k.why IS NULL THEN 'kind'
-                                      ELSE k.why END) AS whys
-                  FROM (SELECT k.*, CASE WHEN k.keyed THEN (SELECT v.why[k.ord] FROM verdict v) END AS why FROM kept k
-                         WHERE (SELECT t.has_aliens OR t.keyed IS NOT NULL FROM told t) AND NOT k.ended) k
-                 WHERE k.expired OR NOT k.known OR k.why IS NOT NULL
-            )
-            SELECT l.ord, l.n, l.lane AS last_lane, l.xid AS last_xid, l.entry_id AS last_entry,
-                   (SELECT w.picked FROM whole w) AS picked, (SELECT t.lanes FROM told t) AS lanes,
-                   a.slots AS alien_slots, a.lanes AS alien_lanes, a.xids AS alien_xids, a.entries AS alien_entries,
-                   a.whys AS alien_whys, b.*
-              FROM (SELECT * FROM kept k WHERE k.ord = (SELECT t.ord FROM told t)) l
-             CROSS JOIN aliens a LEFT JOIN batches b ON true
-             ORDER BY b.first        -- else batches come in the order of a hash
-        LOOP
+        -- Nearly always nothing but its kind decides what becomes of an entry, and all that are walked fit into a message:
+        -- then they are plain, and one pass over them is enough. Where they do not fit, as many as may are walked again.
+        v_is_plain := false;
+        IF NOT v_is_keyed THEN
+            FOR v_try IN 1..2 LOOP
+                OPEN c_batches FOR
+                    WITH parts AS MATERIALIZED (
+                        SELECT k.slot, k.lane, count(*)::integer AS picked, min(k.n) AS first_n, max(k.n) AS last_n,
+                               sum(k.size) AS bytes,
+                               bool_or(k.rescued IS TRUE OR k.expired IS TRUE OR k.ordering_key IS NOT NULL
+                                       OR m.max_running_per_key IS NOT NULL AND k.concurrency_key IS NOT NULL)
+                                   AS is_special,
+                               array_agg(k.xid) AS all_xids, array_agg(k.entry_id) AS all_entries,
+                               array_agg(k.n) FILTER (WHERE NOT k.known) AS alien_ns,
+                               array_agg(k.xid) FILTER (WHERE NOT k.known) AS alien_xids,
+                               array_agg(k.entry_id) FILTER (WHERE NOT k.known) AS alien_entries,
+                               array_agg(k.entry_id) FILTER (WHERE k.known) AS entry_ids,
+                               array_agg(k.xid) FILTER (WHERE k.known) AS xids,
+                               array_agg(k.id) FILTER (WHERE k.known) AS ids,
+                               array_agg(k.attempt) FILTER (WHERE k.known) AS attempts,
+                               array_agg(k.max_attempts) FILTER (WHERE k.known) AS max_attempts,
+                               array_agg(k.kind) FILTER (WHERE k.known) AS kinds,
+                               array_agg(k.created_at) FILTER (WHERE k.known) AS created_at,
+                               array_agg(k.details) FILTER (WHERE k.known) AS details,
+                               count(k.details) FILTER (WHERE k.known) AS n_details,
+                               array_agg(k.entry_id) FILTER (WHERE k.known AND k.single) AS singles,
+                               max(k.attempt) FILTER (WHERE k.known) AS top_attempt,
+                               min(k.max_attempts) FILTER (WHERE k.known) AS lo_max,
+                               max(k.max_attempts) FILTER (WHERE k.known) AS hi_max,
+                               string_agg(k.args, '') FILTER (WHERE k.known) AS args,
+                               array_agg(octet_length(k.args)) FILTER (WHERE k.known) AS lens
+                          FROM awa.walked(p_queue, p_kinds, v_limit, v_started, w_lane, w_to, w_lo_xid, w_lo_entry,
+                                          w_hi_xid, w_hi_entry) k
+                         GROUP BY k.slot, k.lane
+                    ), ordered AS MATERIALIZED (
+                        SELECT p.*, p.all_xids[1] AS first_xid, p.all_entries[1] AS first_entry,
+                               p.all_xids[p.picked] AS last_xid, p.all_entries[p.picked] AS last_entry FROM parts p
+                    ), told AS MATERIALIZED (
+                        SELECT sum(p.picked)::bigint AS picked, sum(p.bytes) AS bytes, bit_or(1 << p.lane) AS lanes,
+                               bool_or(p.alien_entries IS NOT NULL) AS has_aliens,
+                               NOT bool_or(p.is_special) AND bool_and(
+                                   awa.ended_among(array_fill(p.slot, ARRAY[p.picked]), p.all_entries) = '{}')
+                                   AS is_simple
+                          FROM parts p
+                    )
+                    SELECT t.is_simple, t.is_simple AND t.bytes <= c_bytes AS is_plain, t.bytes,
+                           t.picked AS ord, l.last_n AS n, l.lane AS last_lane, l.last_xid, l.last_entry, t.picked, t.lanes,
+                           a.slots AS alien_slots, a.lanes AS alien_lanes, a.xids AS alien_xids,
+                           a.entries AS alien_entries, a.whys AS alien_whys,
+                           b.slot, b.lane, b.first_n AS first, b.entry_ids, b.xids, b.ids, b.attempts, b.max_attempts,
+                           b.kinds, b.created_at, b.details, b.n_details, b.singles, NULL::awa.keyed_entry[] AS keyed,
+                           false AS alone, b.top_attempt, b.lo_max, b.hi_max, b.args, b.lens
+                      FROM told t
+                     CROSS JOIN (SELECT * FROM ordered o
+                                  ORDER BY o.last_n DESC, o.last_xid DESC, o.last_entry DESC LIMIT 1) l
+                     CROSS JOIN (
+                           SELECT array_agg(e.slot) AS slots, array_agg(e.lane) AS lanes, array_agg(e.xid) AS xids,
+                                  array_agg(e.entry_id) AS entries, array_agg('kind'::text) AS whys
+                             FROM (SELECT p.slot, p.lane, e.xid, e.entry_id
+                                     FROM parts p
+                                    CROSS JOIN LATERAL unnest(p.alien_ns, p.alien_xids, p.alien_entries)
+                                               e(n, xid, entry_id)
+                                    WHERE (SELECT t.has_aliens FROM told t)
+                                    ORDER BY e.n, e.xid, e.entry_id) e) a
+                      LEFT JOIN ordered b ON t.is_simple AND b.entry_ids IS NOT NULL
+                     ORDER BY b.first_n, b.first_xid, b.first_entry;
+                FETCH c_batches INTO g;
+                v_is_plain := NOT FOUND OR g.is_plain;
+                EXIT WHEN v_is_plain;
+                CLOSE c_batches;
+                EXIT WHEN NOT g.is_simple OR v_direct IS NOT NULL;
+                v_limit := greatest(1, floor(g.picked * c_bytes / g.bytes));
+            END LOOP;
+        END IF;
+        IF NOT v_is_plain THEN
+            OPEN c_batches FOR
+                WITH sized AS MATERIALIZED (
+                    SELECT w.*, row_number() OVER so_far AS ord, sum(w.size) OVER so_far AS bytes
+                      FROM awa.walked(p_queue, p_kinds, v_limit, v_started, w_lane, w_to, w_lo_xid, w_lo_entry,
+                                      w_hi_xid, w_hi_entry) w
+                    WINDOW so_far AS (ROWS UNBOUNDED PRECEDING)
+                ), whole AS MATERIALIZED (
+                    SELECT count(*) AS picked, min(s.ord) FILTER (WHERE s.rescued) AS suspect,
+                           awa.ended_among(array_agg(s.slot), array_agg(s.entry_id)) AS ended
+                      FROM sized s
+                ), kept AS MATERIALIZED (
+                    SELECT s.*, s.entry_id = ANY (w.ended) AS ended,
+                           s.ordering_key IS NOT NULL
+                           OR m.max_running_per_key IS NOT NULL AND s.concurrency_key IS NOT NULL AS keyed
+                      FROM whole w CROSS JOIN sized s
+                     WHERE s.ord = 1 OR v_direct IS NOT NULL
+                        OR s.bytes <= c_bytes AND (s.ord < w.suspect) IS NOT FALSE
+                ), told AS MATERIALIZED (
+                    SELECT max(k.ord) AS ord, bit_or(1 << k.lane) AS lanes,
+                           bool_or((NOT k.known OR k.expired) AND NOT k.ended) AS has_aliens,
+                           -- one of an unknown kind takes its place in the order all the same
+                           array_agg(ROW(k.ord, k.entry_id, k.id, CASE WHEN k.known THEN k.concurrency_key END,
+                                         k.ordering_key)::awa.keyed_entry)
+                           FILTER (WHERE k.keyed AND NOT k.ended AND k.expired IS NOT TRUE) AS keyed
+                      FROM kept k
+                ), verdict AS MATERIALIZED (       -- why an entry must wait, at its place
+                    SELECT CASE WHEN t.keyed IS NOT NULL
+                                THEN awa.admit(p_queue, m.max_running_per_key, t.keyed) END AS why
+                      FROM told t
+                ), batches AS (
+                    SELECT k.slot, k.lane, min(k.ord) AS first, array_agg(k.entry_id) AS entry_ids,
+                           array_agg(k.xid) AS xids, array_agg(k.id) AS ids, array_agg(k.attempt) AS attempts,
+                           array_agg(k.max_attempts) AS max_attempts, array_agg(k.kind) AS kinds,
+                           array_agg(k.created_at) AS created_at,
+                           array_agg(k.details) AS details, count(k.details) AS n_details,
+                           array_agg(k.entry_id) FILTER (WHERE k.single) AS singles,
+                           array_agg(ROW(k.ord, k.entry_id, k.id, k.concurrency_key,
+                                         k.ordering_key)::awa.keyed_entry) FILTER (WHERE k.keyed) AS keyed,
+                           v_direct IS NULL AND bool_or(k.rescued) AS alone,
+                           max(k.attempt) AS top_attempt, min(k.max_attempts) AS lo_max,
+                           max(k.max_attempts) AS hi_max,
+                           string_agg(k.args, '') FILTER (WHERE k.bytes <= c_bytes) AS args,
+                           array_agg(CASE WHEN k.bytes <= c_bytes THEN octet_length(k.args) END) AS lens
+                      FROM kept k
+                     WHERE k.known AND NOT k.ended AND k.expired IS NOT TRUE
+                       AND (NOT k.keyed OR (SELECT v.why[k.ord] FROM verdict v) IS NULL)
+                     GROUP BY k.slot, k.lane
+                ), aliens AS (
+                    SELECT array_agg(k.slot) AS slots, array_agg(k.lane) AS lanes, array_agg(k.xid) AS xids,
+                           array_agg(k.entry_id) AS entries,
+                           array_agg(CASE WHEN k.expired THEN 'expired'
+                                          WHEN NOT k.known AND k.why IS NULL THEN 'kind' ELSE k.why END) AS whys
+                      FROM (SELECT k.*, CASE WHEN k.keyed THEN (SELECT v.why[k.ord] FROM verdict v) END AS why
+                              FROM kept k
+                             WHERE (SELECT t.has_aliens OR t.keyed IS NOT NULL FROM told t) AND NOT k.ended) k
+                     WHERE k.expired OR NOT k.known OR k.why IS NOT NULL
+                )
+                SELECT l.ord, l.n, l.lane AS last_lane, l.xid AS last_xid,
+                       l.entry_id AS last_entry, (SELECT w.picked FROM whole w) AS picked,
+                       (SELECT t.lanes FROM told t) AS lanes, a.slots AS alien_slots, a.lanes AS alien_lanes,
+                       a.xids AS alien_xids, a.entries AS alien_entries, a.whys AS alien_whys, b.*
+                  FROM (SELECT * FROM kept k WHERE k.ord = (SELECT t.ord FROM told t)) l
+                 CROSS JOIN aliens a LEFT JOIN batches b ON true
+                 ORDER BY b.first;       -- else batches come in the order of a hash
+            FETCH c_batches INTO g;
+        END IF;
+        WHILE g.ord IS NOT NULL LOOP
             IF v_last IS NULL THEN
                 v_last := g;
                 v_next := '{}';
@@ -854,7 +917,9 @@ BEGIN
                 CASE WHEN g.entry_ids <> g.ids THEN g.entry_ids END, CASE WHEN g.top_attempt > 1 THEN g.attempts END,
                 CASE WHEN g.lo_max <> 25 OR g.hi_max <> 25 THEN g.max_attempts END, g.kinds, g.lens, g.args,
                 g.created_at, CASE WHEN g.n_details > 0 THEN g.details END;
+            FETCH c_batches INTO g;
         END LOOP;
+        CLOSE c_batches;
 
         IF v_last IS NULL THEN
             IF v_direct IS NULL AND v_aside IS NOT NULL AND v_round = 20 THEN
@@ -4848,6 +4913,36 @@ BEGIN
     END LOOP;
 END $$;
 
+CREATE FUNCTION awa.walked(p_queue text, p_kinds text[], p_limit integer, p_now timestamp with time zone, p_lanes smallint[], p_to pg_snapshot[], p_lo_xid xid8[], p_lo_entry bigint[], p_hi_xid xid8[], p_hi_entry bigint[]) RETURNS TABLE(n bigint, slot smallint, lane smallint, xid xid8, entry_id bigint, id bigint, kind text, attempt smallint, max_attempts smallint, args text, created_at timestamp with time zone, details text, rescued boolean, concurrency_key text, ordering_key text, expired boolean, single boolean, known boolean, size integer)
+    LANGUAGE sql STABLE
+    AS $$
+    SELECT w.n, e.*,
+           octet_length(e.args) + octet_length(e.kind)
+           + CASE WHEN e.details IS NULL THEN 0 ELSE octet_length(e.details) END
+      FROM unnest(p_lanes, p_to, p_lo_xid, p_lo_entry, p_hi_xid, p_hi_entry) WITH ORDINALITY
+           AS w(lane, page_to, lo_xid, lo_entry, hi_xid, hi_entry, n)
+     CROSS JOIN LATERAL (
+           SELECT j.slot, j.lane, j.xid, j.entry_id, j.id, j.kind, j.attempt, j.max_attempts, j.args::text AS args,
+                  coalesce(j.created_at, j.available_at) AS created_at,
+                  CASE WHEN j.tags IS NOT NULL OR j.metadata IS NOT NULL OR j.timeout_ms IS NOT NULL
+                       THEN json_build_object('tags', j.tags, 'metadata', j.metadata,
+                                              'timeout_ms', j.timeout_ms)::text END AS details,
+                  CASE WHEN j.history IS NOT NULL AND j.lane % 2 = 0
+                       THEN j.history->-1->>'outcome' = 'rescued' END AS rescued,
+                  j.concurrency_key, j.ordering_key, j.expires_at <= p_now AS expired,
+                  j.follow_ups::text LIKE '%"completed"%'
+                  OR octet_length(j.unique_key) > 16 AND get_byte(j.unique_key, 16) & 32 = 0 AS single,
+                  (p_kinds IS NULL OR j.kind = ANY (p_kinds)) IS TRUE AS known
+             FROM awa.jobs j
+            WHERE j.queue = p_queue AND j.lane = w.lane
+              AND (j.xid, j.entry_id) > (w.lo_xid, w.lo_entry)
+              AND (j.xid, j.entry_id) < (w.hi_xid, w.hi_entry)
+              AND pg_visible_in_snapshot(j.xid, w.page_to)
+            ORDER BY j.xid, j.entry_id
+            LIMIT p_limit) e
+     LIMIT p_limit
+$$;
+
 CREATE FUNCTION awa.with_flaw(p_error json, p_flaw text) RETURNS json
     LANGUAGE plpgsql IMMUTABLE
     AS $$
@@ -4955,6 +5050,7 @@ CREATE TABLE awa.claims (
     limits awa.limit_state
 )
 PARTITION BY LIST (slot);
+ALTER TABLE ONLY awa.claims ALTER COLUMN entry_ids SET STORAGE EXTERNAL;
 
 CREATE TABLE awa.claims_0 (
     claim_id bigint NOT NULL,
@@ -4971,6 +5067,7 @@ CREATE TABLE awa.claims_0 (
     limits awa.limit_state
 )
 WITH (autovacuum_enabled=off, toast.autovacuum_enabled=off);
+ALTER TABLE ONLY awa.claims_0 ALTER COLUMN entry_ids SET STORAGE EXTERNAL;
 
 CREATE TABLE awa.completions (
     claim_id bigint NOT NULL,
