@@ -1,7 +1,7 @@
 """A claim reads what it walks over once where it can, and in several passes where something is to be looked at.
 
-Both must come to the same: what is started, what is set aside, and how far the claim came. ``tests/storage/test_plans.py``
-looks at how both walk.
+Both must come to the same: what is started, what is set aside, and how far the claim came.
+``tests/storage/test_plans.py`` looks at how both walk.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def what_a_claim_does(conn: Conn, runtime: int, limit: int) -> list[Any]:
     with transaction(conn):
         before = scalar(conn, "SELECT coalesce(max(claim_id), 0) FROM awa.claims")
         told = conn.execute(
-            """SELECT flags, slot, priority, ids, entry_ids, attempts, max_attempts, kinds, lens, args, created_at, details
+            """SELECT flags, slot, priority, ids, entry_ids, attempts, max_attempts, kinds, lens, args, created_at,
+                      details
                  FROM awa.claim_v2('q', %s, %s, %s)""",
             (runtime, KNOWN, limit),
         ).fetchall()
