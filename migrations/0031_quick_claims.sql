@@ -77,8 +77,8 @@ DECLARE
     r record;
     g record;
     c_batches refcursor;
-    v_is_keyed boolean;          -- jobs of the queue have keys: each claim looks at them
-    v_is_plain boolean;
+    v_is_simple boolean;         -- nothing tells yet that there is more to look at than kinds
+    v_is_plain boolean;          -- and so it is: one pass was enough
     v_parts record;              -- the parts of the page from here to now
     v_parts_from text;
     v_usual CONSTANT smallint[] := '{2,3,4,5,6,7,8,9}';
@@ -177,10 +177,10 @@ BEGIN
             END IF;
         END IF;
         IF v_round = 1 THEN
-            v_is_keyed := EXISTS (SELECT FROM awa.grants t WHERE t.queue = p_queue);
-        END IF;
-        IF v_round = 1 AND v_is_keyed THEN
-            v_handed := awa.hand_over(p_queue, m.max_running_per_key);
+            v_is_simple := NOT EXISTS (SELECT FROM awa.grants t WHERE t.queue = p_queue);
+            IF NOT v_is_simple THEN
+                v_handed := awa.hand_over(p_queue, m.max_running_per_key);
+            END IF;
         END IF;
         v_now := awa.page_end();
         v_parts_from := NULL;
@@ -278,7 +278,7 @@ BEGIN
         -- Nearly always nothing but its kind decides what becomes of an entry, and all that are walked fit into a message:
         -- then they are plain, and one pass over them is enough. Where they do not fit, as many as may are walked again.
         v_is_plain := false;
-        IF NOT v_is_keyed THEN
+        IF v_is_simple THEN
             FOR v_try IN 1..2 LOOP
                 OPEN c_batches FOR
                     WITH parts AS MATERIALIZED (
@@ -345,7 +345,8 @@ BEGIN
                 v_is_plain := NOT FOUND OR g.is_plain;
                 EXIT WHEN v_is_plain;
                 CLOSE c_batches;
-                EXIT WHEN NOT g.is_simple OR v_direct IS NOT NULL;
+                v_is_simple := g.is_simple;
+                EXIT WHEN NOT v_is_simple OR v_direct IS NOT NULL;
                 v_limit := greatest(1, floor(g.picked * c_bytes / g.bytes));
             END LOOP;
         END IF;

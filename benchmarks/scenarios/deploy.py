@@ -1,9 +1,9 @@
 """A rolling deploy at its beginning: ten workers of before and one that knows a kind more share a queue.
 
-In ``before`` the ten have a queue of jobs that they know, and the new one is not there; in ``alone`` it is. ``aliens`` has
-in between, one for every ten, jobs of a kind that only the new worker knows; ``more`` has as many more that everybody
-knows. The rate is that of the jobs that ``before`` has: until the last of them is completed, from the first claim. Each
-alien is set aside at most once, however many workers meet it.
+In ``before`` the ten have a queue of jobs that they know, and the new one is not there; in ``alone`` it is. ``aliens``
+has in between, one for every ten, jobs of a kind that only the new worker knows; ``more`` has as many more that
+everybody knows. The rate is that of the jobs that ``before`` has: until the last of them is completed, from the first
+claim. Each alien is set aside at most once, however many workers meet it.
 
 All jobs are there before the first is claimed, and handlers do nothing, so that all of it is the queue's own work; or,
 in the variants ``-20ms``, they wait twenty milliseconds. In the variants ``-steady`` the known jobs arrive at 30,000 a

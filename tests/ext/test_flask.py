@@ -763,11 +763,9 @@ def test_gunicorn_with_preload(shop: WorkerProcesses, database: str, conn: Conn)
     command = ("--preload", "--workers", "2", "--bind", f"127.0.0.1:{port}", "site_app:app")
     site = shop.start(*command, program="gunicorn", URI=uri(database))
     wait_until(lambda: is_up(port), timeout=40)
-    pids = set[str]()
-    for _ in range(50):
+    pids, give_up_at = set[str](), time.monotonic() + 40
+    while len(pids) < 2 and time.monotonic() < give_up_at:  # the first to listen may answer many
         pids.add(ask(port, "/commit", b""))
-        if len(pids) == 2:
-            break
     assert len(pids) == 2
     inserted = count(conn, "SELECT count(*) FROM awa.jobs")
     assert inserted == 1 + 2 * count(conn, "SELECT count(*) FROM note")
