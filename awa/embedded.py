@@ -519,7 +519,7 @@ class Server:
             closed = [path for path in reversed(self.directory.parents) if not path.stat().st_mode & stat.S_IXOTH]
             raise ConfigError(
                 f"the server would run as {user.name}, which cannot enter {self.directory}"
-                f" (closed: {closed[0] if closed else self.directory}): choose a directory that it can reach"
+                f" (closed: {closed[0] if closed else self.directory}): AWA_STATE_DIR chooses another place"
             )
 
     def _make_socket_directory(self, user: _User) -> None:

@@ -1,7 +1,7 @@
 -- Claims read what they walk over once.
 --
--- Adds a function, replaces one in place by one that does the same, and has the entries of claims stored as they are, for
--- which awa.claims is locked a moment. Works with awa 0.1 and later.
+-- Adds a function, replaces one in place by one that does the same, and has the entries of claims stored as they are: for
+-- that awa.claims and its partitions are locked a moment, and who claims or records waits. Works with awa 0.1 and later.
 
 -- To compress eight kilobytes for each claim of a thousand took an eighth of its time, with the queue's claim lock held,
 -- and saved five bytes of WAL a job.
@@ -59,6 +59,7 @@ AS $$
 #variable_conflict use_column
 DECLARE
     c_bytes CONSTANT integer := 131072;
+    c_long CONSTANT integer := 512;
     v_flags integer := 0;
     v_started timestamptz := clock_timestamp();
     v_now pg_snapshot;
@@ -77,6 +78,7 @@ DECLARE
     r record;
     g record;
     c_batches refcursor;
+    v_take integer;              -- how many entries the walk may pick
     v_is_simple boolean;         -- nothing tells yet that there is more to look at than kinds
     v_is_plain boolean;          -- and so it is: one pass was enough
     v_parts record;              -- the parts of the page from here to now
@@ -277,13 +279,16 @@ BEGIN
         v_some := false;
         -- Nearly always nothing but its kind decides what becomes of an entry, and all that are walked fit into a message:
         -- then they are plain, and one pass over them is enough. Where they do not fit, as many as may are walked again.
+        -- Long bodies are not put together before it is known how many of them fit.
+        v_take := v_limit;
         v_is_plain := false;
         IF v_is_simple THEN
             FOR v_try IN 1..2 LOOP
                 OPEN c_batches FOR
                     WITH parts AS MATERIALIZED (
                         SELECT k.slot, k.lane, count(*)::integer AS picked, min(k.n) AS first_n, max(k.n) AS last_n,
-                               sum(k.size) AS bytes,
+                               count(*) FILTER (WHERE k.size > c_long) AS n_long,
+                               sum(k.size) FILTER (WHERE k.size <= c_long) AS bytes,
                                bool_or(k.rescued IS TRUE OR k.expired IS TRUE OR k.ordering_key IS NOT NULL
                                        OR m.max_running_per_key IS NOT NULL AND k.concurrency_key IS NOT NULL)
                                    AS is_special,
@@ -304,23 +309,24 @@ BEGIN
                                max(k.attempt) FILTER (WHERE k.known) AS top_attempt,
                                min(k.max_attempts) FILTER (WHERE k.known) AS lo_max,
                                max(k.max_attempts) FILTER (WHERE k.known) AS hi_max,
-                               string_agg(k.args, '') FILTER (WHERE k.known) AS args,
+                               string_agg(k.args, '') FILTER (WHERE k.known AND k.size <= c_long) AS args,
                                array_agg(octet_length(k.args)) FILTER (WHERE k.known) AS lens
-                          FROM awa.walked(p_queue, p_kinds, v_limit, v_started, w_lane, w_to, w_lo_xid, w_lo_entry,
+                          FROM awa.walked(p_queue, p_kinds, v_take, v_started, w_lane, w_to, w_lo_xid, w_lo_entry,
                                           w_hi_xid, w_hi_entry) k
                          GROUP BY k.slot, k.lane
                     ), ordered AS MATERIALIZED (
                         SELECT p.*, p.all_xids[1] AS first_xid, p.all_entries[1] AS first_entry,
                                p.all_xids[p.picked] AS last_xid, p.all_entries[p.picked] AS last_entry FROM parts p
                     ), told AS MATERIALIZED (
-                        SELECT sum(p.picked)::bigint AS picked, sum(p.bytes) AS bytes, bit_or(1 << p.lane) AS lanes,
+                        SELECT sum(p.picked)::bigint AS picked, sum(p.bytes) AS bytes, sum(p.n_long) AS n_long,
+                               bit_or(1 << p.lane) AS lanes,
                                bool_or(p.alien_entries IS NOT NULL) AS has_aliens,
                                NOT bool_or(p.is_special) AND bool_and(
                                    awa.ended_among(array_fill(p.slot, ARRAY[p.picked]), p.all_entries) = '{}')
                                    AS is_simple
                           FROM parts p
                     )
-                    SELECT t.is_simple, t.is_simple AND t.bytes <= c_bytes AS is_plain, t.bytes,
+                    SELECT t.is_simple, t.is_simple AND t.n_long = 0 AND t.bytes <= c_bytes AS is_plain, t.n_long, t.bytes,
                            t.picked AS ord, l.last_n AS n, l.lane AS last_lane, l.last_xid, l.last_entry, t.picked, t.lanes,
                            a.slots AS alien_slots, a.lanes AS alien_lanes, a.xids AS alien_xids,
                            a.entries AS alien_entries, a.whys AS alien_whys,
@@ -347,14 +353,18 @@ BEGIN
                 CLOSE c_batches;
                 v_is_simple := g.is_simple;
                 EXIT WHEN NOT v_is_simple OR v_direct IS NOT NULL;
-                v_limit := greatest(1, floor(g.picked * c_bytes / g.bytes));
+                IF g.n_long > 0 THEN
+                    v_take := least(v_take, g.picked - g.n_long + c_bytes / c_long);
+                    EXIT;
+                END IF;
+                v_take := greatest(1, floor(g.picked * c_bytes / g.bytes));
             END LOOP;
         END IF;
         IF NOT v_is_plain THEN
             OPEN c_batches FOR
                 WITH sized AS MATERIALIZED (
                     SELECT w.*, row_number() OVER so_far AS ord, sum(w.size) OVER so_far AS bytes
-                      FROM awa.walked(p_queue, p_kinds, v_limit, v_started, w_lane, w_to, w_lo_xid, w_lo_entry,
+                      FROM awa.walked(p_queue, p_kinds, v_take, v_started, w_lane, w_to, w_lo_xid, w_lo_entry,
                                       w_hi_xid, w_hi_entry) w
                     WINDOW so_far AS (ROWS UNBOUNDED PRECEDING)
                 ), whole AS MATERIALIZED (
@@ -433,7 +443,7 @@ BEGIN
                         END LOOP;
                         -- cut short in last_lane: the lanes before it are exhausted, those behind it not walked
                         v_place := array_position(v_order, v_lane);
-                        IF (g.picked >= v_limit OR g.picked > g.ord) AND v_place >= array_position(v_order, g.last_lane) THEN
+                        IF (g.picked >= v_take OR g.picked > g.ord) AND v_place >= array_position(v_order, g.last_lane) THEN
                             IF v_lane = g.last_lane THEN
                                 f := ROW(v_lane, w_from[g.n], w_to[g.n], g.last_xid, g.last_entry)::awa.lane_frontier;
                             END IF;

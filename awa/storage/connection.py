@@ -254,6 +254,7 @@ def _advice(said: str) -> str:
 _ADVICE = (
     ("session is read-only", "none of the hosts can be written to: promote one, or see default_transaction_read_only"),
     ("is in hot standby mode", "name the primary too, or promote this server"),
+    ("on that socket", "start the server; `awa db start` starts awa's private one"),
     ("starting up", "try again in a moment"),
     ("not yet accepting connections", "try again in a moment"),
     ("shutting down", "start the server again"),

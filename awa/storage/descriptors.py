@@ -34,7 +34,7 @@ PREFIXES: Mapping[Noun, str] = {"queue": "queue_descriptor", "kind": "job_kind_d
 # --- writing
 
 # A name and the hash of what is declared of it say whether a row is due, so that is all that most ticks send.
-_GIVEN = "unnest(%(names)b::text[], %(hashes)b::text[]) g(name, hash)"
+_GIVEN = "unnest(%(names)b::text[], %(hashes)b::text[]) WITH ORDINALITY g(name, hash, n)"
 
 # Who has just started goes before what is there; on its ticks a runtime writes over another version only once nobody
 # has refreshed that for three intervals, or two versions that live at once would take turns for ever.
@@ -44,8 +44,8 @@ _YIELDS = """(%(is_start)b::boolean
 _WAS_SEEN_LONG_AGO = "{row}.last_seen_at < now() - %(interval_ms)b::integer / 2 * interval '1 ms'"
 
 # A row that says the same and was last seen half an interval ago is marked as seen; one that somebody holds is being
-# written anyway. Rows that need nothing are not locked, which would write each of them. Told are the names that need
-# more: those that are not there, and those that say something else and yield.
+# written anyway. Rows that need nothing are not locked, which would write each of them. Told are the places
+# of the names that need more: those that are not there, and those that say something else and yield.
 _SEE = f"""
     WITH seen AS (
         UPDATE {{table}} d
@@ -57,7 +57,7 @@ _SEE = f"""
                  ORDER BY o.{{noun}}
                    FOR NO KEY UPDATE OF o SKIP LOCKED) s
          WHERE d.ctid = s.ctid)
-    SELECT g.name
+    SELECT g.n
       FROM {_GIVEN}
       LEFT JOIN {{table}} o ON o.{{noun}} = g.name
      WHERE o.{{noun}} IS NULL OR o.descriptor_hash <> g.hash AND {_YIELDS.format(row="o")}
@@ -124,7 +124,7 @@ def sync(
     both: dict[Noun, Mapping[str, Descriptor]] = {"queue": queues, "kind": kinds}
     for noun, declared in both.items():
         for names in _chunks(declared):
-            due = [name for (name,) in _execute(conn, schema, SEE[noun], how | _given(conn, names, declared))]
+            due = [names[n - 1] for (n,) in _execute(conn, schema, SEE[noun], how | _given(conn, names, declared))]
             if not due:
                 continue
             if not is_start:

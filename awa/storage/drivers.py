@@ -47,7 +47,7 @@ class _Int2sDumper(_ArrayDumper):
 
 
 @lru_cache(maxsize=1)
-def _adapters() -> AdaptersMap:
+def own_adapters() -> AdaptersMap:
     """psycopg's adapters as it comes with them, and ours: its global ones may be somebody's."""
     adapters = AdaptersMap(types=postgres.types)
     postgres.register_default_adapters(adapters)
@@ -65,7 +65,7 @@ class OwnCursor(Cursor[Row]):
     @property
     def adapters(self) -> AdaptersMap:
         """What converts its parameters and results."""
-        return _adapters()
+        return own_adapters()
 
 
 class OwnAsyncCursor(AsyncCursor[Row]):
@@ -77,7 +77,7 @@ class OwnAsyncCursor(AsyncCursor[Row]):
     @property
     def adapters(self) -> AdaptersMap:
         """What converts its parameters and results."""
-        return _adapters()
+        return own_adapters()
 
 
 def sqlstate(error: BaseException) -> str | None:

@@ -7,11 +7,13 @@ from datetime import UTC, datetime
 from itertools import chain
 from typing import Any
 
-from psycopg import Cursor, DataError, postgres
+from psycopg import Cursor, DataError
 from psycopg.abc import AdaptContext, Buffer
 from psycopg.adapt import Loader
 from psycopg.pq import Format
 from psycopg.types.json import set_json_loads
+
+from awa.storage.drivers import own_adapters
 
 EARLIEST = datetime.min.replace(tzinfo=UTC)
 LATEST = datetime.max.replace(tzinfo=UTC)
@@ -45,8 +47,8 @@ def _is_deep(value: Any) -> bool:
 class _InstantLoader(Loader):
     def __init__(self, oid: int, context: AdaptContext | None = None) -> None:
         super().__init__(oid, context)
-        # psycopg's own, which is compiled: what derives from that is not asked, and its Python is five times slower
-        psycopgs = postgres.adapters.get_loader(oid, Format.TEXT)
+        # psycopg's, which is compiled: what derives from that is not asked, and its Python is five times slower
+        psycopgs = own_adapters().get_loader(oid, Format.TEXT)
         assert psycopgs is not None
         self._psycopgs = psycopgs(oid, context)
 

@@ -1,4 +1,4 @@
-"""A rolling deploy at its beginning: ten workers of before and one that knows a kind more share a queue.
+"""A rolling deploy at its beginning: ten workers of before share a queue with one that knows a kind more.
 
 In ``before`` the ten have a queue of jobs that they know, and the new one is not there; in ``alone`` it is. ``aliens``
 has in between, one for every ten, jobs of a kind that only the new worker knows; ``more`` has as many more that
@@ -136,7 +136,7 @@ def _insert_steadily(client: awa.Client, jobs: Iterator[awa.NewJob], per_second:
 
 
 def conclude(medians: Medians) -> Iterator[str]:
-    """With the aliens in percent of before; and with nothing else or more that everybody knows in their place."""
+    """In percent of before: with the aliens, with the new worker alone, with as many more known jobs."""
     for pace in ("", WAITING, STEADY):
         yield from compare(medians, ALIENS + pace, BEFORE + pace, "jobs_per_s", goal="at least 90%")
         for other in (ALONE, MORE):

@@ -97,7 +97,7 @@ def test_one_pass_and_several_come_to_the_same(conn: Conn, other: Conn, seed: in
 
 @pytest.mark.parametrize("is_keyed", [False, True], ids=["plain", "keyed"])
 def test_bodies_that_do_not_fit_together_come_in_order_one_claim_after_the_other(conn: Conn, is_keyed: bool) -> None:
-    """Guard: a claim walks again over as many as may fit; it ends, and leaves nothing out, however uneven they are."""
+    """Guard: what does not fit comes with the next claim, however uneven the bodies are, and nothing is left out."""
     if is_keyed:
         conn.execute("INSERT INTO awa.grants (queue, scope, key, id) VALUES ('q', 'order', 'held', 0)")
     rng = random.Random(7)
@@ -119,6 +119,32 @@ def test_bodies_that_do_not_fit_together_come_in_order_one_claim_after_the_other
         claims += 1
     assert found == ids
     assert claims < len(ids) / 2
+
+
+def test_a_claim_takes_about_as_many_bodies_as_fit(conn: Conn) -> None:
+    """Guard: a claim whose bodies do not fit together walks again over as many as may, and not over a few."""
+    conn.execute(
+        """INSERT INTO awa.jobs (queue, kind, args)
+           SELECT 'q', 'noop', json_build_object('n', n, 'text', repeat('x', 100 + n * 7 % 700))
+             FROM generate_series(1, 1000) n"""
+    )
+    size = scalar(conn, "SELECT sum(octet_length(args::text) + octet_length(kind)) FROM awa.jobs")
+    runtime = register(conn)
+    claims = 0
+    while claim(conn, runtime, limit=1000).members:
+        claims += 1
+    assert size / LARGEST <= claims <= 2 * size / LARGEST
+
+
+def test_a_long_body_keeps_no_short_ones_back(conn: Conn) -> None:
+    """Guard: a long body is not among what is said to be too much for one message."""
+    conn.execute(
+        """INSERT INTO awa.jobs (queue, kind, args)
+           SELECT 'q', 'noop', json_build_object('text', repeat('x', CASE WHEN n < 1000 THEN 10 ELSE 250000 END))
+             FROM generate_series(1, 1000) n"""
+    )
+    runtime = register(conn)
+    assert [len(claim(conn, runtime, limit=1000).members) for _ in range(3)] == [999, 1, 0]
 
 
 def test_one_that_was_cancelled_hides_nothing_and_is_not_started(conn: Conn) -> None:

@@ -204,9 +204,10 @@ def test_what_a_tick_writes_over_an_old_version_has_what_its_hash_stands_for(con
     assert rows(conn, "owner", "tags", "extra")[0] == ("new", list(NEW.tags), {"tier": 1})
 
 
-def test_every_letter_arrives_whatever_the_encoding_of_the_connection(conn: Conn) -> None:
-    """Guard: arrays in UTF-8 are made for connections that speak it."""
-    conn.execute("SET client_encoding = 'LATIN1'")
+@pytest.mark.parametrize("encoding", ["LATIN1", "SQL_ASCII"])
+def test_every_letter_arrives_whatever_the_encoding_of_the_connection(conn: Conn, encoding: str) -> None:
+    """Guard: arrays in UTF-8 are made for connections that speak it, and no name is taken from what comes back."""
+    conn.execute(f"SET client_encoding = '{encoding}'")
     declare(conn, Descriptor(owner="Zoë", tags=("ü",)), "größe", start=True)
     conn.execute("SET client_encoding = 'UTF8'")
     assert rows(conn, "owner", "tags") == [("Zoë", ["ü"])]
