@@ -374,7 +374,7 @@ def test_a_client_says_why_when_the_server_stays_away(own_server: Server, monkey
     with client._own(), pytest.raises(DatabaseNotFound, match=r"all 1 of this process are in use"):
         client.insert({}, kind="x")
     own_server.stop("fast")
-    with pytest.raises(DatabaseNotFound, match="see that the server runs there"):
+    with pytest.raises(DatabaseNotFound, match="start the server"):
         client.insert({}, kind="x")
     client.close()
 

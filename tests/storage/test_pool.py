@@ -82,7 +82,7 @@ def test_the_librarys_connections_are_read_committed_whatever_the_default(databa
     [
         ({"dbname": "no_such_database"}, ["no_such_database", "does not exist", "createdb"]),
         ({"user": "no_such_user"}, ["no_such_user", "check the user"]),
-        ({"host": "/nonexistent/socket", "hostaddr": None}, ["/nonexistent/socket", "see that the server runs there"]),
+        ({"host": "/nonexistent/socket", "hostaddr": None}, ["/nonexistent/socket", "start the server"]),
         ({"host": "127.0.0.1", "port": 1}, ["127.0.0.1", "port 1", "see that the server runs there"]),
     ],
     ids=["database", "user", "socket", "port"],
